@@ -31,13 +31,23 @@ class Steps(NamedTuple):
     """[N, L] int64: the turn that a token belongs to, from 1; 0 before the first."""
 
 
-def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: torch.Tensor) -> Steps:
+def steps_of(
+    trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: torch.Tensor, turn_weight: float | None = 0.0
+) -> Steps:
     """The turns of trajectories: what the policy drew without a break.
 
     A turn began in the state that the environment named (``state_ids`` of a trajectory), or else in the tokens before
-    it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. Rewards of turns (``turn_rewards``) are added,
-    unless the environment's reward is one of the run's: then each turn has its own part of it.
+    it. ``mask`` is [N, L], ``rewards`` [P, n] of whole episodes. A turn has ``turn_weight`` of the environment's reward
+    (``turn_rewards``), and the last turn the rest of the episode's: the steps add up to ``rewards``.
+
+    Raises:
+        ValueError: ``turn_weight`` None, and the environment rewards turns: no part of the reward is a turn's.
     """
+    if turn_weight is None and any(any(trajectory.turn_rewards) for trajectory in trajectories):
+        raise ValueError(
+            "tchebycheff makes no sum of the rewards, so that no part of it is a turn's: advantages of steps take "
+            "weighted_sum where the environment's reward is one of several"
+        )
     policy_mask = mask.int()
     begins = torch.diff(policy_mask, dim=1, prepend=torch.zeros_like(policy_mask[:, :1])) == 1
     turns = begins.cumsum(1)
@@ -45,15 +55,15 @@ def steps_of(trajectories: Sequence[Trajectory], mask: torch.Tensor, rewards: to
     last = max(1, int(count.max()))
     of_turn = torch.stack([mask & (turns == turn + 1) for turn in range(last)], 1)
     per_turn, states = torch.zeros(len(mask), last), torch.zeros(len(mask), last, dtype=torch.int32)
-    numbers: dict[tuple, int] = {}
+    numbers, weight = dict[tuple, int](), turn_weight or 0.0
     for row, trajectory in enumerate(trajectories):
         for turn, start in enumerate(begins[row].nonzero()[:, 0].tolist()):
             state = trajectory.state_ids[turn] if trajectory.state_ids else -1
             key = ("named", trajectory.group, state) if state >= 0 else trajectory.tokens[:start]
             states[row, turn] = numbers.setdefault(key, len(numbers))
-            per_turn[row, turn] = trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0
-        # The environment's reward of the episode, where it is one of the run's, is the sum of its turns'.
-        counted = sum(trajectory.turn_rewards) if "environment" in trajectory.rewards else 0.0
+            per_turn[row, turn] = weight * trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0
+        # The environment's reward of the episode is the sum of its turns'.
+        counted = weight * sum(trajectory.turn_rewards)
         per_turn[row, max(0, int(count[row]) - 1)] += rewards.flatten()[row] - counted
     shape = (*rewards.shape, last)
     return Steps(per_turn.view(shape), of_turn.view(*shape, mask.shape[1]), states.view(shape), turns)
@@ -117,7 +127,7 @@ class Advantages:
                 )
             fields["rewards"] = sampled.matrix
         elif self._steps:
-            steps = steps_of(sampled.trajectories, batch.mask, sampled.rewards)
+            steps = steps_of(sampled.trajectories, batch.mask, sampled.rewards, sampled.turn_weight)
             fields |= {"rewards": steps.rewards, "mask": steps.mask, "state_ids": steps.state_ids}
             batch = batch._replace(segment_ids=steps.turns)
         others = {"values": batch.old_values, "greedy_rewards": sampled.greedy_rewards}

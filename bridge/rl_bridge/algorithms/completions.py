@@ -64,6 +64,27 @@ def scored(complete: Complete, rewards: Rewards, rows: Sequence[dict], sampling:
     return rewards.score(with_rows(complete(rows, sampling), rows))
 
 
+def has_ended(trajectory: Trajectory) -> bool:
+    """Whether the policy ended it or a limit of tokens or turns did: else it says nothing of the policy."""
+    return trajectory.finish_reason not in FAILED
+
+
+def failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The shares that an environment or engine failed (``errors``, of conversations) and that were given up.
+
+    >>> from rl_bridge.data.trajectory import single_turn
+    >>> failures([single_turn([1], [2], finish_reason=reason) for reason in ("stop", "abort")])
+    {'aborted': 0.5}
+    """
+    reasons = [trajectory.finish_reason for trajectory in trajectories]
+    conversations = any(trajectory.turns != 1 for trajectory in trajectories)
+    shares = {
+        name: reasons.count(reason) / max(1, len(reasons))
+        for name, reason in (("errors", "error"), ("aborted", "abort"))
+    }
+    return {name: share for name, share in shares.items() if share or (name == "errors" and conversations)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
     """P groups of n trajectories, group by group."""
@@ -82,14 +103,20 @@ class Sampled:
     """[P, R, n]: False where a reward returned None; ``matrix`` has 0 there, and so has ``rewards`` without any."""
     sampled_groups: int
     """Groups that were sampled for these, those that were left out among them."""
+    turn_weight: float | None = 0.0
+    """w: a turn's reward of the environment is w of it in ``rewards``; None where their sum is no part of it."""
     ahead: Mapping[str, float] = field(default_factory=dict)
     """Metrics of rollouts that run ahead of training."""
 
     @property
     def valid(self) -> torch.Tensor:
         """[P, n]: False where the environment failed, the caller gave up or no reward applies: none is the policy's."""
-        ended = torch.tensor([t.finish_reason not in FAILED for t in self.trajectories]).view(self.rewards.shape)
-        return ended & self.rewarded
+        return self.ended & self.rewarded
+
+    @property
+    def ended(self) -> torch.Tensor:
+        """[P, n]: False where the environment failed or the caller gave up."""
+        return torch.tensor(list(map(has_ended, self.trajectories)), dtype=torch.bool).view(self.rewards.shape)
 
     @property
     def rewarded(self) -> torch.Tensor:
@@ -97,33 +124,27 @@ class Sampled:
         return self.applies.any(1)
 
     def metrics(self) -> dict[str, float]:
-        """Means of the rewards, tokens, the share cut at a limit; of conversations turns, and the share that failed."""
-        metrics = {"reward": float(self.rewards.mean())}
-        if len(self.names) > 1:
-            metrics |= {f"reward/{name}": float(self.matrix[:, i].mean()) for i, name in enumerate(self.names)}
-        if not bool(self.applies.all()):
-            metrics |= self._where_rewards_apply()
-        tokens = torch.tensor([float(sum(t.loss_mask)) for t in self.trajectories])
-        if any(t.turns != 1 or t.finish_reason == "error" for t in self.trajectories):
-            count = len(self.trajectories)
-            metrics["turns"] = sum(t.turns for t in self.trajectories) / count
-            metrics["errors"] = sum(t.finish_reason == "error" for t in self.trajectories) / count
-        if any(t.finish_reason == "abort" for t in self.trajectories):
-            metrics["aborted"] = sum(t.finish_reason == "abort" for t in self.trajectories) / len(self.trajectories)
-        metrics["truncated"] = sum(t.finish_reason == "length" for t in self.trajectories) / len(self.trajectories)
-        return {**metrics, "tokens": float(tokens.mean()), **self.ahead}
+        """Means of the rewards, tokens, the share cut at a limit; of conversations turns; and the shares that failed.
 
-    def _where_rewards_apply(self) -> dict[str, float]:
-        """Means over the completions that have a reward, and the shares of those that have none."""
-        metrics = {
-            "reward": float(self.rewards[self.rewarded].sum() / self.rewarded.sum().clamp(min=1)),
-            "unrewarded": float((~self.rewarded).float().mean()),
-        }
-        for i, name in enumerate(self.names[: self.applies.shape[1]] if len(self.names) > 1 else ()):
-            applies = self.applies[:, i]
-            metrics[f"unrewarded/{name}"] = float((~applies).float().mean())
-            metrics[f"reward/{name}"] = float(self.matrix[:, i].sum() / applies.sum().clamp(min=1))
-        return metrics
+        What failed is in these shares alone.
+        """
+        ended, several = self.ended, len(self.names) > 1
+        metrics = {"reward": _mean(self.rewards, self.valid)}
+        applies = dict(zip(self.names, self.applies.unbind(1), strict=False))  # of the overlong penalty there is none
+        if several:
+            for i, name in enumerate(self.names):
+                metrics[f"reward/{name}"] = _mean(self.matrix[:, i], applies.get(name, ended) & ended)
+        if bool((~self.applies & ended[:, None]).any()):
+            metrics["unrewarded"] = _mean(~self.rewarded, ended)
+            metrics |= {f"unrewarded/{name}": _mean(~own, ended) for name, own in applies.items() if several}
+        whole, failed = list(filter(has_ended, self.trajectories)), failures(self.trajectories)
+        count = max(1, len(whole))
+        if "errors" in failed:
+            metrics["turns"] = sum(t.turns for t in whole) / count
+        metrics |= failed
+        metrics["truncated"] = sum(t.finish_reason == "length" for t in whole) / count
+        metrics["tokens"] = sum(float(sum(t.loss_mask)) for t in whole) / count
+        return {**metrics, **self.ahead}
 
     def rows(self, groups: torch.Tensor) -> "Sampled":
         """The chosen groups, numbered anew."""
@@ -154,9 +175,9 @@ def rewarded(
 
     ``max_new_tokens`` is the limit that ``overlong_buffer`` lies before. ``greedy`` [P]: rewards of greedy completions.
     """
-    names = rewards.names
+    names, scalar = rewards.names, ScalarOptions() if scalar is None else scalar
     matrix = reward_matrix(trajectories, names, n)
-    earned = (ScalarOptions() if scalar is None else scalar).combine(matrix, rewards.weights)
+    earned = scalar.combine(matrix, rewards.weights)
     applies = ~matrix.isnan()
     matrix, earned = matrix.masked_fill(~applies, 0.0), earned.masked_fill(~applies.any(1), 0.0)
     total = earned
@@ -172,7 +193,16 @@ def rewarded(
         applies=applies,
         greedy_rewards=greedy,
         sampled_groups=len(total),
+        turn_weight=_turn_weight(rewards, scalar),
     )
+
+
+def _turn_weight(rewards: Rewards, scalar: ScalarOptions) -> float | None:
+    """The weight of the environment's reward in the sum of the rewards: 0 without one, None where there is no sum."""
+    if rewards.environment is None:
+        return 0.0
+    weights = scalar.weights or rewards.weights
+    return None if scalar.method == "tchebycheff" else float(weights[rewards.names.index(rewards.environment)])
 
 
 def baseline_of(
@@ -195,6 +225,11 @@ def baseline_of(
         where = trajectories[int(earned[:, 0].isnan().nonzero()[0, 0])].row.get("_where", "a row")
         raise RewardError(f"no reward applies to the greedy completion of {where}, which is the group's baseline")
     return earned[:, 0]
+
+
+def _mean(values: torch.Tensor, where: torch.Tensor) -> float:
+    """The mean of the values that are chosen; 0 of none."""
+    return float(values[where].float().mean()) if bool(where.any()) else 0.0
 
 
 class Sampler:
@@ -302,13 +337,17 @@ def joined(parts: Sequence[Sampled]) -> Sampled:
 
 def without_signal(sampled: Sampled) -> str:
     """A line about the rewards of a step that gives no update."""
-    values = sampled.rewards.unique().tolist()
+    valid, infinite = sampled.valid, float("inf")
+    values = sampled.rewards[valid].unique().tolist()
+    ends = [sampled.rewards.masked_fill(~valid, end) for end in (-infinite, infinite)]
     numbers = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
-    if not bool(sampled.rewarded.any()):
+    if not bool(sampled.ended.any()):
+        reason = "all of these failed or were given up"
+    elif not values:
         reason = "no reward applies to any of these"
     elif len(values) == 1:
         reason = f"every reward is {numbers}"
-    elif bool((sampled.rewards == sampled.rewards[:, :1]).all()):
+    elif bool((ends[0].amax(1) <= ends[1].amin(1)).all()):
         reason = f"the rewards of each group are equal ({numbers})"
     else:
         reason = f"every advantage is 0 or left out; the rewards are {numbers}"

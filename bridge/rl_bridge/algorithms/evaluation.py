@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.completions import Complete, reward_matrix, scored
+from rl_bridge.algorithms.completions import Complete, failures, has_ended, reward_matrix, scored
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.plots import Figure
 from rl_bridge.common.statistics import confidence_interval
+from rl_bridge.common.terminal import tell
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.functional import from_jax
 from rl_bridge.rewards import RewardError, Rewards
@@ -105,17 +106,23 @@ def evaluate(
 ) -> dict[str, Any]:
     """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read.
 
-    A score is None where no reward applies.
+    A score is None where no reward applies, or where the completion failed: neither is in a mean. The shares that
+    failed are ``errors`` and ``aborted``, where there are any.
 
     ``seed``: the run's. It is the same in all evaluations of a run, so that before and after draw by the same numbers.
+
+    Raises:
+        RewardError: every completion failed, or a reward applies to none.
     """
     trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params(seed=seed))
-    matrix = reward_matrix(trajectories, rewards.names, 1)
+    require_ended(trajectories)
+    matrix = _of_ended(trajectories, rewards, 1)
     scores = (scalar or ScalarOptions()).combine(matrix, rewards.weights)[:, 0].tolist()
     applies = ~matrix.isnan()
     for name, some in zip(rewards.names, applies.any(2).any(0).tolist(), strict=True):
         if not some:
-            raise RewardError(f"reward {name} returned None for all {len(scores)} held-out completions")
+            count = sum(map(has_ended, trajectories))
+            raise RewardError(f"reward {name} returned None for all {count} held-out completions")
     means = matrix.nanmean((0, 2)) if not bool(applies.all()) else matrix.mean((0, 2))
     present = [score for score in scores if not math.isnan(score)]
     return {
@@ -123,7 +130,29 @@ def evaluate(
         "rewards": dict(zip(rewards.names, means.tolist(), strict=True)),
         "scores": [None if math.isnan(score) else score for score in scores],
         "samples": [_row_of(trajectory) for trajectory in trajectories[:16]],
+        **failures(trajectories),
     }
+
+
+def require_ended(trajectories: Sequence[Trajectory]) -> None:
+    """Refuse an evaluation in which nothing came to its end.
+
+    Raises:
+        RewardError: with the number of completions and the way on.
+    """
+    if not any(map(has_ended, trajectories)):
+        reasons = [trajectory.finish_reason for trajectory in trajectories]
+        raise RewardError(
+            f"nothing to measure is left of {len(reasons)} held-out completions: an environment failed in "
+            f"{reasons.count('error')}, which warnings name, and {reasons.count('abort')} were given up at a limit of "
+            "the rollout's time or tokens"
+        )
+
+
+def _of_ended(trajectories: Sequence[Trajectory], rewards: Rewards, responses: int) -> torch.Tensor:
+    """``reward_matrix`` with NaN, no reward, for what failed."""
+    failed = torch.tensor([not has_ended(trajectory) for trajectory in trajectories]).view(-1, 1, responses)
+    return reward_matrix(trajectories, rewards.names, responses).masked_fill(failed, torch.nan)
 
 
 def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
@@ -142,6 +171,9 @@ def evaluate_both(
         name: evaluate(complete, rows, rewards, config.sampling, temperature=temperature, **options)
         for name, temperature in temperatures.items()
     }
+    for name, results in metrics.items():
+        if failed := results.get("errors", 0.0) + results.get("aborted", 0.0):
+            tell(f"{failed:.1%} of the held-out completions ({name}) failed, and are in no mean")
     return {"greedy": metrics["greedy"], "sampled": metrics["sampled"]}
 
 
@@ -155,7 +187,7 @@ def pass_rates(
     """
     samples = config.pass_samples or max(config.pass_at)
     trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples, seed=seed))
-    earned = config.scalar.combine(reward_matrix(trajectories, rewards.names, samples), rewards.weights)
+    earned = config.scalar.combine(_of_ended(trajectories, rewards, samples), rewards.weights)
     return pass_rates_of(earned, config.pass_at, config.correct_reward)
 
 
@@ -165,10 +197,10 @@ def pass_rates_of(earned: torch.Tensor, pass_at: Sequence[int], correct_reward: 
     total = (~earned.isnan()).sum(1, dtype=torch.int32)
     rates = {}
     for k in pass_at:
-        enough = total >= k  # of a row to which rewards apply less often nothing is known
+        enough = total >= k  # of a row with fewer completions that count nothing is known
         if not bool(enough.any()):
             raise RewardError(
-                f"pass@{k} needs {k} completions of a row to which a reward applies, and no row has as many"
+                f"pass@{k} needs {k} completions of a row to which a reward applies, and no row has as many that ended"
             )
         rates[f"pass@{k}"] = interval(_pass_at_k(correct[enough], total[enough], k).tolist())
     return rates
@@ -225,7 +257,8 @@ class Evaluator:
         named = {"held_out": interval(results["scores"])}
         if config.pass_at:
             named |= pass_rates(self._complete, self._rows, self._rewards, config, seed=self._seed)
-        metrics = with_ends(named) | {"held_out": results["reward"]}
+        failed = {f"held_out_{name}": results[name] for name in ("errors", "aborted") if name in results}
+        metrics = with_ends(named) | {"held_out": results["reward"]} | failed
         if self.archive is not None:
             metrics |= {f"held_out/{name}": value for name, value in results["rewards"].items()}
             self.archive.insert(results["rewards"], step + 1)
@@ -235,4 +268,6 @@ class Evaluator:
 def _row_of(trajectory: Trajectory) -> Mapping[str, Any]:
     row = trajectory.row
     completion = {"prompt": row["prompt"], "completion": trajectory.completion, "answer": row.get("answer")}
+    if not has_ended(trajectory):
+        return completion | dict.fromkeys(trajectory.rewards) | {"failed": trajectory.finish_reason}
     return completion | {name: None if math.isnan(value) else value for name, value in trajectory.rewards.items()}

@@ -351,9 +351,19 @@ class Trajectory:
 
     @property
     def completion(self) -> str:
-        """Text of the last message if the policy wrote it, else empty."""
-        last: Message = self.messages[-1] if self.messages else {}
-        return last["content"] if last.get("role") == "assistant" else ""
+        """Text of the policy's last message, whether or not the environment answered; empty if it wrote none."""
+        return "" if self.last_turn is None else self.messages[self.last_turn]["content"]
+
+    @property
+    def last_turn(self) -> int | None:
+        """Place of the policy's last message in ``messages``; None if the policy wrote none.
+
+        >>> said = tuple({"role": role, "content": role} for role in ("user", "assistant", "tool"))
+        >>> single_turn([5], [6], messages=said).last_turn
+        1
+        """
+        places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        return places[-1] if places and self.turns else None
 
 
 def single_turn(

@@ -1,14 +1,14 @@
 """The protocol of an environment, and one conversation's environment with every return value checked."""
 
 import copy
-import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, Protocol
 
+from rl_bridge.common.scalars import FLOAT32, plain_scalar
 from rl_bridge.common.user_files import belongs_to_a_thread, the_users_code
 from rl_bridge.data.messages import require_characters, tools_of
 from rl_bridge.data.trajectory import Message
@@ -138,13 +138,17 @@ def _checked(answer: Any, method: str) -> Step:
     if not isinstance(step.messages, list | tuple) or not all(_is_message(message) for message in step.messages):
         raise TypeError(f"{method}() gave messages {step.messages!r}, expected a list of role and content, both text")
     require_characters(list(step.messages), f"{method}().messages")
-    if step.reward is not None and not (isinstance(step.reward, bool | int | float) and math.isfinite(step.reward)):
-        raise ValueError(f"{method}() gave the reward {step.reward!r}, expected a finite number or None")
-    if step.state_id is not None and not (isinstance(step.state_id, int) and step.state_id >= 0):
+    reward, state = plain_scalar(step.reward), plain_scalar(step.state_id)
+    if reward is not None and not (isinstance(reward, bool | int | float) and abs(reward) <= FLOAT32):
+        raise ValueError(
+            f"{method}() gave the reward {step.reward!r}, expected a finite number or None, up to {FLOAT32:.4g}"
+        )
+    if state is not None and not (isinstance(state, int) and state >= 0):
         raise ValueError(f"{method}() gave the state {step.state_id!r}, expected an integer ≥ 0 or None")
     if method == "reset" and (step.done or not step.messages):
         raise ValueError(f"reset() gave {step}: there is nothing to begin a conversation with")
-    return step
+    reward, state = None if reward is None else float(reward), None if state is None else int(state)
+    return replace(step, reward=reward, state_id=state, done=bool(step.done))
 
 
 def _is_message(message: Any) -> bool:

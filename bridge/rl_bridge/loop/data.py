@@ -13,7 +13,7 @@ from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import batch_of, rows_in
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
-from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
+from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.engines.engine import Engine
@@ -27,6 +27,8 @@ from rl_bridge.pipelines import comparison, sft
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
+
+Check = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 # Changes between two steps: what a checkpoint must hold, and the order of draws and updates.
 
@@ -174,6 +176,40 @@ def preference_loss(name: str = "dpo", **constants: Any) -> ComparisonLoss:
     return ComparisonLoss(name=name, constants=constants)
 
 
+def in_hand(rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> list[dict[str, Any]]:
+    """Rows of a program's own in the spelling that ``load_rows`` gives them.
+
+    >>> in_hand([{"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]}])[0]["prompt"]
+    [{'role': 'user', 'content': '1+1'}]
+
+    Raises:
+        ValueError: with the row's number, the field and what was expected.
+    """
+    checked = []
+    for number, row in enumerate(rows, 1):
+        try:
+            checked.append(check(row))
+        except ValueError as error:
+            raise ValueError(f"{row.get('_where', f'row {number}')}: {error}") from error
+    return checked
+
+
+def any_row(row: Any) -> Any:
+    """A row to sample from or to imitate in one spelling; one without text or messages is an environment's own."""
+    if not isinstance(row, Mapping) or "_where" in row:
+        return row
+    text = [name for name in ("prompt", "messages") if not missing(row, name)]
+    if not text or not isinstance(row[text[0]], str | Sequence):
+        return dict(row)
+    try:
+        return policy_row(row)
+    except ValueError as error:
+        try:
+            return supervised_row(row)
+        except ValueError:
+            raise error from None
+
+
 class Rows:
     """Every row once an epoch, in an order of the seed and the epoch alone; ``load_rows`` makes one.
 
@@ -200,7 +236,11 @@ class Rows:
         """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows.
 
         ``reader``: the source that ``load_rows`` read them of, and ``census`` how many there were.
+
+        Raises:
+            ValueError: rows that no model reads, with the number of the row.
         """
+        rows = in_hand(rows, any_row) if collate is None else rows
         self.stream = RowStream(rows, seed)
         self.rows, self._seed, self._collate = rows, seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint

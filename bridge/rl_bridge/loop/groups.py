@@ -10,13 +10,13 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
-from rl_bridge.algorithms.completions import Sampled, baseline_of, joined, rewarded
-from rl_bridge.algorithms.evaluation import interval, pass_rates_of, with_ends
+from rl_bridge.algorithms.completions import Sampled, baseline_of, failures, joined, rewarded
+from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_ended, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.modules.scoring import ScoringConfig
-from rl_bridge.rewards import Rewards, load
+from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
 
@@ -51,6 +51,8 @@ class Groups:
     """Whether the rollout computes as a trainer in float32 does."""
     drawn: int | None = None
     """When they were drawn, among draws and updates; None where weights may be older by design (``Ahead``)."""
+    weights_of: object = None
+    """The object whose weights drew them (``Policy.weights_of``); None if nobody gave the rollout weights."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -63,7 +65,7 @@ class Groups:
 
     @property
     def valid(self) -> torch.Tensor:
-        """[P, n]: False where an environment failed or a limit of time ended the completion: counted nowhere."""
+        """[P, n]: False where an environment failed, the rollout gave up or no reward applies: counted nowhere."""
         return self.scored.valid
 
     @property
@@ -126,18 +128,26 @@ class Groups:
         """The completions as tensors; π_old is what the rollout sampled from, until ``policy.score`` says better.
 
         Raises:
-            ValueError: the groups have not been scored.
+            ValueError: the groups have not been scored, or none is left.
         """
+        if not self.scored.trajectories:
+            raise ValueError(
+                "there are no groups to make a batch of: select left none of the prompts. A step without an update "
+                "is logged all the same: if not groups.trajectories: run.log(…); continue"
+            )
         tokens = collate(self.scored.trajectories, self.pad_token)
         return GroupBatch(groups=self, tokens=tokens._replace(old_logprobs=tokens.rollout_logprobs))
 
-    def select(self, prompts: Sequence[int] | torch.Tensor) -> "Groups":
-        """The prompts of these places with their completions: those whose rewards differ, for example.
+    def select(self, prompts: Sequence[int] | Sequence[bool] | torch.Tensor) -> "Groups":
+        """The prompts of these places with their completions; or of a mask, with True for each that is chosen.
+
+        >>> groups = groups.select(groups.rewards.std(1) > 0)  # those whose rewards differ  # doctest: +SKIP
 
         Raises:
-            ValueError: the groups have not been scored.
+            ValueError: the groups have not been scored; or places that are none, or that come twice.
+            TypeError: neither places nor a mask.
         """
-        sampled = self.scored.rows(torch.as_tensor(prompts, dtype=torch.int64))
+        sampled = self.scored.rows(_places_of(prompts, len(self.rewards)))
         return replace(self, trajectories=sampled.trajectories, sampled=sampled)
 
     @staticmethod
@@ -148,7 +158,10 @@ class Groups:
             ValueError: parts that were sampled in another way or by the same seed, or have not been scored.
         """
         first = parts[0]
-        alike = [(replace(part.sampling, seed=0), part.pad_token, part.scored.names) for part in parts]
+        alike = [
+            (replace(part.sampling, seed=0), part.pad_token, part.scored.names, part.scored.turn_weight)
+            for part in parts
+        ]
         if strange := [way for way in alike if way != alike[0]]:
             raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
         draws = {(part.sampling.seed, part.drawn) for part in parts if part.drawn is not None}
@@ -164,14 +177,15 @@ class Groups:
         return replace(first, trajectories=sampled.trajectories, sampled=sampled, exact=exact)
 
     def metrics(self) -> dict[str, float]:
-        """Means of rewards and tokens, and the share of completions that were cut at a limit."""
+        """Means of rewards and tokens, the share that was cut at max_new_tokens, and the share that failed."""
         return self.scored.metrics()
 
     def held_out(self, *, pass_at: Sequence[int] = (), correct_reward: float = 1.0) -> dict[str, float]:
         """Metrics of an evaluation: the mean reward over prompts that are not trained on, with its bootstrap interval.
 
         ``pass_at``: k of pass@k, the chance that one of k completions earns ``correct_reward``. ``rl-fn report`` shows
-        these metrics, and ``run.keep_best("held_out")`` goes by the mean.
+        these metrics, and ``run.keep_best("held_out")`` goes by the mean. Completions that failed, and those that no
+        reward applies to, are in none of these; the former are counted (held_out_errors, held_out_aborted).
 
         >>> greedy = SamplingParams(max_new_tokens=64, temperature=0.0)  # doctest: +SKIP
         >>> rollout.generate(held_out, greedy).score(reward).held_out()  # doctest: +SKIP
@@ -179,17 +193,22 @@ class Groups:
 
         Raises:
             ValueError: the groups have not been scored, or a k above the number of a prompt's completions.
+            RewardError: every completion failed, or no reward applies to any.
         """
-        rewards, rewarded = self.rewards, self.scored.rewarded
+        rewards, valid = self.rewards, self.valid
         if pass_at and max(pass_at) > rewards.shape[1]:
             raise ValueError(f"pass@{max(pass_at)} needs {max(pass_at)} completions a prompt, got {rewards.shape[1]}")
-        if bool(rewarded.all()):
+        require_ended(self.trajectories)
+        if not bool(valid.any()):
+            raise RewardError(f"no reward applies to any of the {valid.numel()} held-out completions")
+        if bool(valid.all()):
             scores = rewards.mean(1).tolist()
-        else:  # the mean of the completions that have a reward, of the prompts that have such a completion
-            rewards = rewards.masked_fill(~rewarded, torch.nan)
-            scores = rewards[rewarded.any(1)].nanmean(1).tolist()
+        else:  # the mean of the completions that count, of the prompts that have such a completion
+            rewards = rewards.masked_fill(~valid, torch.nan)
+            scores = rewards[valid.any(1)].nanmean(1).tolist()
         named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
-        return with_ends(named) | {"held_out": sum(scores) / len(scores)}
+        failed = {f"held_out_{name}": share for name, share in failures(self.trajectories).items()}
+        return with_ends(named) | {"held_out": sum(scores) / len(scores)} | failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,18 +270,59 @@ class GroupBatch:
         return replace(self, tokens=batch, metrics=metrics, coefficients=terms, **of_objective)
 
 
+def _places_of(prompts: Any, count: int) -> torch.Tensor:
+    """The places, of ``count`` prompts, that a mask or places in any form name."""
+    chosen = torch.as_tensor(prompts)
+    chosen = chosen[:, 0] if chosen.ndim == 2 and chosen.shape[1] == 1 else chosen  # of mask.nonzero()
+    if chosen.ndim != 1:
+        raise ValueError(f"select takes one place a prompt or a mask [{count}], got the shape {list(chosen.shape)}")
+    if not len(chosen) and chosen.dtype != torch.bool:
+        return torch.zeros(0, dtype=torch.int64)
+    if chosen.dtype == torch.bool:
+        if len(chosen) != count:
+            raise ValueError(f"a mask has one entry for each of the {count} prompts, got {len(chosen)}")
+        return chosen.nonzero()[:, 0].cpu()
+    if chosen.is_floating_point() or chosen.is_complex():
+        raise TypeError(f"select takes places or a mask of True and False, got {chosen.dtype}")
+    places = [place + count if -count <= place < 0 else place for place in chosen.tolist()]
+    if strange := [place for place in places if not 0 <= place < count]:
+        raise ValueError(f"there is no prompt at place {strange[0]}: the places are 0 to {count - 1}")
+    if twice := [place for place, times in Counter(places).items() if times > 1]:
+        raise ValueError(f"place {twice[0]} is chosen twice: its completions would count twice in the update")
+    return torch.tensor(places, dtype=torch.int64)
+
+
 def loaded_rewards(
     reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = (), none: OnNone = "refuse"
 ) -> Rewards:
     """The rewards that ``reward`` names, with the ``weights`` of several."""
-    several = reward if isinstance(reward, str | Rewards) or callable(reward) else tuple(reward)
-    return several if isinstance(several, Rewards) else _loaded(several, tuple(weights), none)
+    if isinstance(reward, Rewards):
+        return reward
+    several = (reward,) if isinstance(reward, str) or callable(reward) else reward
+    return _loaded(tuple(map(_Source, several)), tuple(weights), none)
+
+
+class _Source:
+    """A source as a key: an object that cannot be hashed, as of a dataclass that is not frozen, is itself alone."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        try:
+            self._key: Any = hash(source), source
+        except TypeError:
+            self._key = id(source), None
+
+    def __hash__(self) -> int:
+        return self._key[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Source) and self._key == other._key
 
 
 @lru_cache(maxsize=16)
-def _loaded(reward: Source | tuple[Source, ...], weights: tuple[float, ...], none: OnNone) -> Rewards:
+def _loaded(sources: tuple[_Source, ...], weights: tuple[float, ...], none: OnNone) -> Rewards:
     """The rewards, loaded once: files and processes stay open from step to step."""
-    return load(reward, weights=weights, none=none)
+    return load([key.source for key in sources], weights=weights, none=none)
 
 
 @lru_cache(maxsize=16)

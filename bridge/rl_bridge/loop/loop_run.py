@@ -1,5 +1,6 @@
 """``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
 from rl_bridge.algorithms.completion_log import CompletionLog
+from rl_bridge.common.scalars import plain_scalar
 from rl_bridge.common.terminal import tell
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
@@ -110,7 +112,8 @@ class Run:
         self._step: int | None = None
         self._stages: list[str] = []
         self._entered = False
-        self._total, self._result = 0, dict[str, Any]()
+        self._done, self._result = dict[str, int](), dict[str, Any]()
+        """Steps of each stage that have their record."""
 
     def __enter__(self) -> Self:
         self._run.__enter__()
@@ -125,7 +128,9 @@ class Run:
             closing.push(self._run.__exit__)  # the summary comes before the folder is given up
             seconds = round(self._run.seconds, 1)
             counts = {} if not self._rows else {"census": {f"rows {n}": vars(c) for n, c in enumerate(self._rows, 1)}}
-            self._run.finish({"result": f"{self._total} steps", **self._result, **counts, "seconds": seconds})
+            self._run.finish(
+                {"result": f"{sum(self._done.values())} steps", **self._result, **counts, "seconds": seconds}
+            )
 
     @property
     def folder(self) -> Path:
@@ -166,7 +171,6 @@ class Run:
         else:  # a run that is resumed in this stage syncs the first weights, and takes back what a checkpoint holds
             _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
-        self._total += total
         holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
         sampling = [policy for policy in policies if policy.kind == stage == "policy"]
@@ -175,7 +179,7 @@ class Run:
             while policies:  # the first step, with the weights of a checkpoint
                 policies.pop().remember()
             changed.clear()
-            self._step = step
+            self._step = self._done[stage] = step
             if completions is not None:
                 sampling[0].log_completions(completions, step)
             try:
@@ -186,6 +190,7 @@ class Run:
             _require_whole(changed, list(parts.values()))
             if self._step is not None:
                 self.log()
+        self._done[stage] = total
         changed.clear()
 
     def log(self, *measured: Mapping[str, float] | Measured) -> None:
@@ -194,6 +199,7 @@ class Run:
         Raises:
             RuntimeError: there is no step, or its record is written: each step has one.
             ValueError: two of these have a number of one name, or a name is the run's own.
+            TypeError: what is no number, with its name.
         """
         if self._step is None:
             raise RuntimeError("run.log is called once in each step of run.steps, with all that the step measured")
@@ -201,27 +207,38 @@ class Run:
         updates = [part for part in measured if isinstance(part, Metrics)]
         for part in measured:
             numbers = part if isinstance(part, Mapping) else part.metrics()
-            if twice := sorted(numbers.keys() & {*metrics, *_OF_RUN}):
+            own = {*_OF_RUN, *(_OF_UPDATE if updates else ())}
+            if twice := sorted(numbers.keys() & {*metrics, *own}):
                 raise ValueError(
                     f"run.log has two numbers named {twice[0]!r}: give one of these another name, as "
                     f"{{f'second/{{name}}': number for name, number in …}}"
                 )
-            metrics |= numbers
+            metrics |= {name: _number(name, number) for name, number in numbers.items()}
         last = updates[-1] if updates else None
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
-        self._step = None
+        self._done[self._stages[-1]], self._step = self._step + 1, None
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result in JSON's types that is computed once in a run's life: a resumed run has the first one.
 
         >>> before = run.once("before", lambda: accuracy(rollout))  # doctest: +SKIP
+
+        Raises:
+            TypeError: what JSON cannot hold.
         """
-        return self._run.cached_result(f"once/{name}", compute)
+        return self._run.cached_result(f"once/{name}", lambda: _json(name, compute()))
 
     def finish(self, result: str, **numbers: Any) -> None:
-        """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers."""
-        self._result = {"result": result, **numbers}
+        """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers.
+
+        Raises:
+            ValueError: a name that is the run's own.
+            TypeError: what JSON cannot hold, with its name.
+        """
+        if own := sorted(numbers.keys() & {"census", "seconds"}):
+            raise ValueError(f"{own[0]!r} is the run's own in summary.json: give the number another name")
+        self._result = {"result": result, **{name: _json(name, value) for name, value in numbers.items()}}
         self.print(result)
 
     def _completions(self, policy: Policy) -> CompletionLog:
@@ -281,8 +298,51 @@ def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
     return holders
 
 
-_OF_RUN = ("stage", "step", "seconds")
+_OF_RUN = ("stage", "step", "seconds", "weights_version", "optimizer_step")
 """Numbers of a record that are the run's own."""
+_OF_UPDATE = ("tokens_per_second", "trained_tokens")
+"""Those of a record with an update."""
+
+
+def _number(name: str, value: Any) -> float:
+    """A scalar of any library as Python's number.
+
+    Raises:
+        TypeError: it is none.
+    """
+    plain = plain_scalar(value)
+    if not isinstance(plain, bool | int | float):
+        raise TypeError(
+            f"run.log takes numbers: {name!r} is a {type(value).__name__}{_shape(value)}; a mean or another number of "
+            "it has a curve"
+        )
+    return plain
+
+
+def _shape(value: Any) -> str:
+    return f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+
+
+def _json(name: str, value: Any) -> Any:
+    """A value in JSON's types: scalars and arrays of any library are numbers and lists, a path is text.
+
+    Raises:
+        TypeError: JSON has no such value.
+    """
+
+    def plain(part: Any) -> Any:
+        if callable(to_list := getattr(part, "tolist", None)):
+            return to_list()
+        if isinstance(part, Path):
+            return str(part)
+        raise TypeError(f"a {type(part).__name__} is none of JSON's types")
+
+    try:
+        return json.loads(json.dumps(value, default=plain))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name!r} cannot be kept as JSON, numbers, texts, lists and objects of these: {error}"
+        ) from error
 
 
 def _require_whole(changes: Sequence[Part], state: Sequence[Part]) -> None:

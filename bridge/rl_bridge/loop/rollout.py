@@ -12,7 +12,7 @@ from rl_bridge.engines.engine import Turns
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model, draw
+from rl_bridge.loop.data import Model, any_row, draw, in_hand
 from rl_bridge.loop.groups import Groups
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.parallel.config import ParallelConfig
@@ -58,14 +58,20 @@ class Rollout:
         self._tools: dict[Any, FunctionTools] = {}
         self.ahead: Any = None
         """The ``Ahead`` that draws with this rollout."""
+        self.weights_of: object = None
+        """Whose weights these are, after ``policy.sync_weights``."""
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
         """``sampling.n`` completions of each row's ``prompt``.
 
         A token depends on ``sampling.seed``, the row's place, the completion's number and the position alone: give each
         step a seed of its own.
+
+        Raises:
+            ValueError: a row that is no prompt, with its number, the field and what was expected.
         """
-        drawn = completions(self.engine, **self._budget)([dict(row) for row in rows], sampling)
+        rows = in_hand(rows)
+        drawn = completions(self.engine, **self._budget)(rows, sampling)
         return self._groups(drawn, rows, sampling)
 
     def converse(
@@ -97,6 +103,7 @@ class Rollout:
             ValueError: tools and an environment, or neither; a function that does not describe itself; a chat template
                 without tools, or one whose calls are not JSON.
         """
+        rows = in_hand(rows, any_row)
         factory = self.environment_of(rows, environment, tools, parse)
         limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}
         drawn = self.engine.converse(rows, sampling, factory, max_turns, **limits, **self._budget)
@@ -139,4 +146,4 @@ class Rollout:
     ) -> Groups:
         trajectories = with_rows(drawn, rows)
         of_rollout: dict[str, Any] = {"pad_token": self.model.pad_token, "exact": self.exact, "drawn": draw()}
-        return Groups(trajectories=trajectories, sampling=sampling, **of_rollout)
+        return Groups(trajectories=trajectories, sampling=sampling, weights_of=self.weights_of, **of_rollout)

@@ -25,13 +25,15 @@ from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_updat
 from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import NLL, Model, change, draw
+from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups
+from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.modules.comparison import ComparisonLoss
@@ -97,7 +99,9 @@ class Policy(Scored):
         self._statistics: BatchStatistics | None = None
         self._replaced: Replaced | None = None
         self._updates = 0
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, int, object]] = []
+        self.weights_of: object = model
+        """The object whose weights these are: the model at first, then what trained them last."""
         self._seeds: dict[int, int] = {}
         self.control, self._coefficients = dict(control or {}), Coefficients()
         self._completions: tuple[CompletionLog, int] | None = None
@@ -150,9 +154,12 @@ class Policy(Scored):
                 distribution than this policy scores, from older weights, or by an earlier step's seed.
         """
         change(self)
+        if isinstance(self.objective, NLL | ComparisonLoss):
+            self.weights_of = self
         if isinstance(self.objective, NLL):
             if isinstance(batch, list):
-                batch = supervised_batch(batch, partial(encode_row, self.model.tokenizer), self.model.pad_token)
+                rows = in_hand(batch, supervised_row)
+                batch = supervised_batch(rows, partial(encode_row, self.model.tokenizer), self.model.pad_token)
             if not isinstance(batch, TokenBatch):
                 raise TypeError(f"NLL imitates rows or a TokenBatch, and not a {type(batch).__name__}")
             return Metrics(supervised_update(self.engine, batch), batch)
@@ -202,22 +209,31 @@ class Policy(Scored):
         if warning := self._mismatch.warning(metrics):
             tell(warning)
 
-    def remember(self) -> None:
-        """Note the version of the present weights, with which completions are drawn from now on."""
+    def remember(self, weights_of: object = None) -> None:
+        """Note the present weights, with which completions are drawn from now on; those ``weights_of`` another."""
         if isinstance(self.objective, rl_fn.Objective):
-            self._versions = [*self._versions[-_REMEMBERED:], (draw(), self.engine.call("weights_version"))]
+            version = self.engine.call("weights_version")
+            if self._versions and version != self._versions[-1][1]:
+                self.weights_of = self
+            self.weights_of = self.weights_of if weights_of is None else weights_of
+            self._versions = [*self._versions[-_REMEMBERED:], (draw(), version, self.weights_of)]
 
     def _require_own_draw(self, groups: Groups, stale: bool) -> None:
         """Refuse completions of other weights than the policy had when they were drawn, and a seed that drew before."""
         if groups.drawn is None:
             return
-        own = [version for event, version in self._versions if event < groups.drawn]
+        own = [noted for noted in self._versions if noted[0] < groups.drawn]
         versions = {version for t in groups.trajectories for version in t.weights_versions if version >= 0}
-        if not stale and own and versions - {own[-1]}:
+        way_on = "policy.sync_weights(rollout) comes before rollout.generate"
+        if not stale and own and versions - {own[-1][1]}:
             raise ValueError(
                 f"these completions were drawn by weights of version {max(versions)}, when the policy had "
-                f"version {own[-1]}: policy.sync_weights(rollout) comes before rollout.generate; for older ones "
-                "on purpose, policy.update(batch, stale=True)"
+                f"version {own[-1][1]}: {way_on}; for older ones on purpose, policy.update(batch, stale=True)"
+            )
+        if not stale and own and groups.weights_of is not None and groups.weights_of is not own[-1][2]:
+            raise ValueError(
+                f"these completions were drawn by the weights of another policy: {way_on}; for those of another on "
+                "purpose, policy.update(batch, stale=True)"
             )
         if groups.sampling.temperature and self._seeds.setdefault(groups.sampling.seed, groups.drawn) != groups.drawn:
             raise ValueError(
@@ -248,8 +264,11 @@ class Policy(Scored):
             self.engine.sync_weights(target.engine, adapter=True if adapter else None)
         if isinstance(target, Scored):
             change(target)
+        if isinstance(target, Rollout):
+            target.weights_of = self.weights_of
         if isinstance(target, Policy):
-            target.remember()
+            target.weights_of = self.weights_of
+            target.remember(self.weights_of)
 
     def watch(self, target: Placed) -> None:
         """Count the engines behind ``target`` that syncs from now on have to replace, where its weights are proved."""

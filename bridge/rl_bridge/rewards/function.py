@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from rl_bridge.common import event_loop
+from rl_bridge.common.scalars import FLOAT32, plain_scalar
 from rl_bridge.common.user_files import belongs_to_a_thread, load_file, the_users_code
 from rl_bridge.data.trajectory import Trajectory
 
@@ -38,6 +39,8 @@ Protocol = Literal["batch", "completion", "messages", "trl", "verl"]
 ALL = get_args(Protocol)
 OF_LISTS: tuple[Protocol, ...] = ("batch", "trl")
 """One call has all trajectories, which the function may compare."""
+TEXTS = ("completion", "response", "text")
+"""Names of a parameter that gets the completion's text."""
 _FORMS = (
     "(completion, row), (messages, answer), (trajectories) for a whole batch, (prompts, completions, columns of the "
     "data by name) as TRL's or (data_source, solution_str, ground_truth, extra_info) as verl's"
@@ -66,8 +69,21 @@ def protocol_of(function: Reward, name: str) -> Protocol:
     has = "has parameters that cannot be read" if signature is None else f"is {name}{signature}"
     raise ValueError(
         f"{where}the reward {name} {has}; a reward takes {_FORMS}: else say how it is called, with reward_protocol, "
-        f"one of {', '.join(ALL)}"
+        f"one of {', '.join(ALL)}. Behind a completion comes the whole row, which has the answer as row['answer']"
     )
+
+
+def _free_names(function: Reward) -> tuple[str, ...]:
+    """Names of parameters that a function may choose as it likes, but for a column's, which these do not get."""
+    return tuple(name for name in _needed(inspect.signature(function)) if name not in ("row", *TEXTS))
+
+
+def _needed(signature: inspect.Signature) -> list[str]:
+    return [
+        p.name
+        for p in signature.parameters.values()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
 
 
 def _takes(signature: inspect.Signature, protocol: Protocol) -> bool:
@@ -87,17 +103,17 @@ def _takes(signature: inspect.Signature, protocol: Protocol) -> bool:
 def _shown(signature: inspect.Signature) -> Protocol | None:
     parameters = signature.parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.kind is not p.VAR_POSITIONAL]
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    needed = _needed(signature)
     if "solution_str" in names:
         return "verl"
     if "completions" in names:
         return "trl"
     if len(needed) == 1:
-        return "batch"
-    if len(needed) == 2:
-        return "messages" if needed[0] == "messages" or needed[1] == "answer" else "completion"
+        return None if needed[0] in (*TEXTS, "messages", "row") else "batch"
+    if needed == ["messages", "answer"]:
+        return "messages"
+    if len(needed) == 2 and needed[0] not in ("messages", "row") and needed[1] not in ("answer", "messages", *TEXTS):
+        return "completion"
     return None
 
 
@@ -174,8 +190,6 @@ def _is_async(function: Reward) -> bool:
 # Checked values.
 
 OWN_PROCESS = "; with --reward-timeout SECONDS (reward_timeout) it is called in the main thread of a process of its own"
-FLOAT32 = 3.4028234663852886e38
-"""Rewards become float32 tensors: a larger one would be infinite."""
 Values = dict[str, float]
 NO_REWARD = math.nan
 """A reward's None: of no reward for this completion. ``Rewards`` refuses it, or leaves the completion out."""
@@ -203,6 +217,7 @@ class Asked:
         self.name, self.function = name, function
         self.title = title or getattr(function, "__name__", None) or name
         self.protocol: Protocol = protocol_of(function, self.title) if protocol is None else protocol
+        self._free = _free_names(function) if protocol is None and self.protocol in ("batch", "completion") else ()
         self.apart = apart or self.protocol not in OF_LISTS
 
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[Values]:
@@ -211,6 +226,7 @@ class Asked:
         Raises:
             RewardError: the function raises, exits, or does not return one finite number a trajectory.
         """
+        self._require_no_columns(trajectories)
         results = calls(self.function, self.protocol, trajectories)
         whole = self.protocol in OF_LISTS
         for trajectory in trajectories[:1] if whole else trajectories:
@@ -231,6 +247,17 @@ class Asked:
                 yield from self._of_batch(value, trajectories)
             else:
                 yield self._values(value, trajectory)
+
+    def _require_no_columns(self, trajectories: Sequence[Trajectory]) -> None:
+        """Refuse a parameter with a column's name that would get something else."""
+        for trajectory in trajectories:
+            if columns := [name for name in self._free if name in trajectory.row]:
+                content = "the whole batch" if self.protocol == "batch" else "the completion or the whole row"
+                raise RewardError(
+                    f"{self.on(trajectory)}: the parameter {columns[0]!r} would get {content}, and the data has a "
+                    f"column {columns[0]!r}: write (completion, row) and read row[{columns[0]!r}], or say "
+                    f"reward_protocol={self.protocol!r}"
+                )
 
     def close(self) -> None:
         """Close the function, if it has a ``close``."""
@@ -290,8 +317,7 @@ class Asked:
     def _number(self, value: Any, trajectory: Trajectory) -> float:
         if value is None:
             return NO_REWARD
-        # Scalars of numpy, torch and jax; a list of one number is none.
-        plain = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+        plain = plain_scalar(value)  # a list of one number is none
         expected = "a finite number"
         if isinstance(plain, bool | int | float) and not (isinstance(plain, float) and not math.isfinite(plain)):
             if abs(plain) <= FLOAT32:

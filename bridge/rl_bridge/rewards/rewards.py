@@ -98,6 +98,8 @@ class Rewards:
         self._none = none
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
+        self._settled: set[int] = set()
+        """Places of the rewards whose values have shown their names."""
         self._tried = False
         self._weights = tuple(float(weight) for weight in weights)
         self._fingerprint = fingerprint
@@ -117,6 +119,11 @@ class Rewards:
         if self._weights and len(self._weights) != len(self.names):
             raise ValueError(f"there are {len(self._weights)} weights {self._weights} for the rewards {self.names}")
         return self._weights or (1.0,) * len(self.names)
+
+    @property
+    def environment(self) -> str | None:
+        """The name of the environment's own reward; None where it is none of these."""
+        return next((reward.name for reward in self._rewards if getattr(reward, "of_environment", False)), None)
 
     @property
     def apart(self) -> bool:
@@ -142,21 +149,9 @@ class Rewards:
     def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         results: list[dict[str, float]] = [{} for _ in trajectories]
         for place, reward in enumerate(self._rewards if trajectories else ()):
-            for trajectory, rewards, values in zip(trajectories, results, _awaited(reward, trajectories), strict=True):
-                if not self._tried and rewards is results[0]:
-                    self._names[place] = tuple(values)
-                if tuple(values) != self._names[place]:
-                    raise RewardError(
-                        f"reward {reward.name} on {trajectory.row.get('_where', 'a row')} returned the rewards "
-                        f"{sorted(values)}, before they were {sorted(self._names[place])}"
-                    )
-                rewards |= values
-                if self._none == "refuse" and any(map(math.isnan, values.values())):
-                    raise RewardError(
-                        f"reward {getattr(reward, 'title', reward.name)} on {trajectory.row.get('_where', 'a row')} "
-                        f"returned None, expected a finite number{with_completion(trajectory)}; with --reward-none "
-                        'leave-out (none="leave-out") None says that the reward does not apply to a completion'
-                    )
+            values = self._named_values(place, reward, trajectories)
+            for rewards, own in zip(results, values, strict=True):
+                rewards |= {name: own.get(name, math.nan) for name in self._names[place]}
         if trajectories and not self._tried:
             self._tried = True
             self._check()
@@ -164,11 +159,45 @@ class Rewards:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The names that functions gave their rewards: a resumed run may train on rewards of the run before."""
-        return {"names": [list(names) for names in self._names], "tried": self._tried}
+        return {"names": [list(names) for names in self._names], "settled": sorted(self._settled)}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
-        self._names, self._tried = [tuple(names) for names in state["names"]], state["tried"]
+        self._names, self._settled = [tuple(names) for names in state["names"]], set(state["settled"])
+        self._tried = bool(self._settled)
+
+    def _named_values(
+        self, place: int, reward: NamedReward, trajectories: Sequence[Trajectory]
+    ) -> list[dict[str, float]]:
+        """A reward's values by name; a name that is not there, of a None or of a dictionary without it, is no reward.
+
+        The values of the first call that has any show the names; None is that of all names.
+        """
+        leaves_out, settled = self._none == "leave-out", place in self._settled
+        results, names = list[dict[str, float]](), dict.fromkeys(self._names[place] if settled else ())
+        for trajectory, values in zip(trajectories, _awaited(reward, trajectories), strict=True):
+            where = trajectory.row.get("_where", "a row")
+            if not leaves_out and any(map(math.isnan, values.values())):
+                raise RewardError(
+                    f"reward {getattr(reward, 'title', reward.name)} on {where} "
+                    f"returned None, expected a finite number{with_completion(trajectory)}; with --reward-none "
+                    'leave-out (none="leave-out") None says that the reward does not apply to a completion'
+                )
+            if values.keys() == {reward.name} and math.isnan(values[reward.name]):
+                results.append({})
+                continue
+            others = values.keys() - names.keys() if leaves_out else values.keys() ^ names.keys()
+            if others and (settled or (names and not leaves_out)):
+                raise RewardError(
+                    f"reward {reward.name} on {where} returned the rewards {sorted(values)}, before they were "
+                    f"{sorted(names)}: a dictionary has every name, with None where one does not apply"
+                )
+            names |= dict.fromkeys(values)
+            results.append(values)
+        if names:
+            self._names[place] = tuple(names)
+            self._settled.add(place)
+        return results
 
     def total(self, rewards: Mapping[str, float]) -> float:
         """The weighted sum of a trajectory's rewards.
@@ -234,7 +263,9 @@ class Rewards:
     def _check(self) -> None:
         twice = sorted({name for name in self.names if self.names.count(name) > 1})
         if twice:
-            raise ValueError(f"two rewards have the name {twice[0]!r}; name each: NAME=SOURCE")
+            own = any(names != (reward.name,) for names, reward in zip(self._names, self._rewards, strict=True))
+            way_on = "give the key of a dictionary another name" if own else "name each: NAME=SOURCE"
+            raise ValueError(f"two rewards have the name {twice[0]!r}; {way_on}")
         if self._tried:
             _ = self.weights
 

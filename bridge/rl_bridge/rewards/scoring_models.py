@@ -235,7 +235,7 @@ class RemoteRewardModel:
 
 def prompt_text(trajectory: Trajectory) -> str:
     """The messages before the completion, as text: a single message without its role. Tools and calls are JSON."""
-    before = trajectory.messages[:-1]
+    before = trajectory.messages[: trajectory.last_turn]
     if len(before) == 1 and not trajectory.tools:
         return str(before[0]["content"])
     tools = f"tools: {json.dumps(list(trajectory.tools), ensure_ascii=False)}\n" if trajectory.tools else ""

@@ -4,12 +4,14 @@ import hashlib
 import re
 import urllib.parse
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_bridge.common.terminal import tell
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.rows import is_comparable, text_of
 from rl_bridge.data.trajectory import Trajectory
@@ -42,32 +44,43 @@ class EnvironmentReward:
     """The reward that an environment gave over all turns of a trajectory; 0 where it gave none so far.
 
     An environment may give its reward at the end alone: a conversation that fails, or whose turns or tokens run out
-    before, has none.
+    before, has none. A call in which no conversation came to the environment's end shows nothing of the environment:
+    all of these have 0, and the first time that is printed. What is refused depends on no earlier call, which a run
+    that is resumed does not have.
     """
 
     apart = False
     """Only a whole call shows whether the environment gives rewards."""
+    of_environment = True
+    """Steps of an episode have their parts of this reward."""
 
     def __init__(self, name: str = "environment") -> None:
         self.name = name
-        self._gives = False
+        self._told = False
 
     def score(self, trajectories: Sequence[Trajectory]) -> Iterator[dict[str, float]]:
         """The values, in order.
 
         Raises:
-            RewardError: an environment that gave no reward in a whole batch, and none before or to a conversation that
-                it ended itself.
+            RewardError: an environment that gave no reward in a whole batch, and so none to a conversation that it
+                ended itself.
         """
         # Without a request's id a trajectory is a trial that no environment has seen.
         without = [t for t in trajectories if t.request_id and "environment" not in t.rewards]
         gives_now = any(t.turn_rewards or t.rewards.get("environment") for t in trajectories)
-        self._gives |= gives_now
-        if without and not gives_now and (not self._gives or any(t.finish_reason == "stop" for t in without)):
-            where = without[0].row.get("_where", "a row")
+        self._told |= gives_now
+        by_itself = [t for t in without if t.finish_reason == "stop"]
+        if by_itself and not gives_now:
+            where = by_itself[0].row.get("_where", "a row")
             raise RewardError(
                 f"reward environment on {where}: the environment gave none; its steps say reward=…, or another "
                 "reward is named"
+            )
+        if without and not self._told:
+            self._told = True
+            tell(
+                f"reward environment: of {len(without)} conversations the environment ended none, and gave no reward "
+                "so far; these count 0. An environment that pays at its end alone needs more turns or tokens"
             )
         for trajectory in trajectories:
             yield {self.name: trajectory.rewards.get("environment", 0.0)}
@@ -143,10 +156,13 @@ def load(
     """
     loaded = _Loaded(protocol, timeout)
     listed = [sources] if isinstance(sources, str) or callable(sources) else list(sources) or ["exact"]
-    pairs = []
+    pairs: list[tuple[str, Source]] = []
     for source in listed:
         name, rest = named(source)
-        pairs.append((name or ("reward" if len(listed) == 1 and rest != "environment" else _own_name(rest)), rest))
+        name = name or ("reward" if len(listed) == 1 and rest != "environment" else _own_name(rest))
+        if not isinstance(rest, str):
+            name = _unlike(name, {other for other, _ in pairs})
+        pairs.append((name, rest))
     return Rewards(
         [loaded.reward(name, rest) for name, rest in pairs],
         weights,
@@ -238,9 +254,20 @@ def named(source: Source) -> tuple[str, Source]:
     return ("", source) if match is None else (match[1], match[2])
 
 
+def _unlike(name: str, others: Collection[str]) -> str:
+    """The name of a function in hand, to which no ``NAME=`` can be given; with a number where another has it.
+
+    >>> _unlike("style", {"style", "style_2"})
+    'style_3'
+    """
+    names = (name if number == 1 else f"{name}_{number}" for number in count(1))
+    return next(own for own in names if own not in others)
+
+
 def _own_name(source: Source) -> str:
     if not isinstance(source, str):
-        return getattr(source, "__name__", "reward")
+        own = getattr(source, "__name__", "reward")
+        return own if own.isidentifier() else "reward"  # a lambda has no name
     kind, _, rest = source.partition(":")
     if kind in ("http", "https", "model"):
         return "reward_model"
@@ -254,7 +281,6 @@ def _fingerprint(source: Source) -> str:
     kind, _, rest = source.partition(":")
     if kind == "model":
         # Not at the top: a reward's own process needs no torch.
-        from rl_bridge.common.terminal import tell
         from rl_bridge.models.model_source import PretrainedSource
 
         return f"model {of_folder(PretrainedSource(rest).folder(), tell)}"

@@ -9,7 +9,7 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Inputs, steps_of
-from rl_bridge.algorithms.completions import Sampled, Sampler, completions
+from rl_bridge.algorithms.completions import Sampled, Sampler, completions, rewarded
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
 from rl_bridge.algorithms.policy_training import Updates
 from rl_bridge.data.rows import RowStream
@@ -234,21 +234,65 @@ def test_turns_are_steps_with_their_states_and_rewards():
         turns([2, 8, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0], turns=1, turn_rewards=(2.0,), state_ids=(3,)),
     ]
     mask = torch.tensor([episode.loss_mask for episode in episodes])
-    steps = steps_of(episodes, mask, torch.tensor([[1.0, 10.0]]))
+    steps = steps_of(episodes, mask, torch.tensor([[0.75 + 1.0, 2.0 + 10.0]]), 1.0)
     assert steps.rewards.tolist() == [[[0.5, 1.25], [12.0, 0.0]]]
     assert steps.mask[0, 0].int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
     assert not steps.mask[0, 1, 1].any() and torch.equal(steps.mask.any(2)[0], mask)
     assert steps.state_ids[0, 0, 0] == steps.state_ids[0, 1, 0] != steps.state_ids[0, 0, 1]
     assert steps.turns[0].tolist() == [0, 1, 1, 1, 2, 2]
-    # The environment's reward is its turns': where it is one of the run's, it counts once.
-    given = [dataclasses.replace(e, rewards={"environment": sum(e.turn_rewards)}) for e in episodes]
-    counted = steps_of(given, mask, torch.tensor([[0.75 + 1.0, 2.0 + 10.0]])).rewards
-    assert torch.equal(counted, steps.rewards)
+    # An environment's reward that is none of the run's is in no step.
+    assert steps_of(episodes, mask, torch.tensor([[1.0, 10.0]])).rewards.tolist() == [[[0.0, 1.0], [10.0, 0.0]]]
     # Without names a state is what stands before the turn.
     bare = [dataclasses.replace(episode, state_ids=(), turn_rewards=()) for episode in episodes]
     unnamed = steps_of(bare, mask, torch.tensor([[1.0, 10.0]]))
     assert unnamed.state_ids[0, 0, 0] == unnamed.state_ids[0, 1, 0] != unnamed.state_ids[0, 0, 1]
     assert unnamed.rewards.tolist() == [[[0.0, 1.0], [10.0, 0.0]]]
+
+
+SOURCES = {
+    "alone": ["environment"],
+    "named": ["score=environment"],
+    "beside another": ["score=environment", lambda completion, row: 3.0],
+    "behind another": [lambda completion, row: 3.0, "environment"],
+    "not of the run": [lambda completion, row: 3.0],
+}
+
+
+@pytest.mark.parametrize("sources", SOURCES)
+@pytest.mark.parametrize("weight", [1.0, 0.5, 0.0, -2.0])
+@pytest.mark.parametrize("said", ["weights", "scalar"])
+def test_steps_add_up_to_the_episode_s_reward_with_the_environment_s_weight(sources, weight, said):
+    """A turn's part was recognised by the name "environment" alone, and had no weight."""
+    of_turns = [(0.5, 0.25), (2.0, -1.0), (0.0, 4.0), (1.0, 1.0)]
+    episodes = [
+        turns([2, 5, 6, 9, 7, 1], [0, 1, 1, 0, 1, 1], turns=2, turn_rewards=own, rewards={"environment": sum(own)})
+        for own in of_turns
+    ]
+    factors = [weight if "environment" in str(source) else 1.0 for source in SOURCES[sources]]
+    rewards = load(SOURCES[sources], weights=factors if said == "weights" else [7.0] * len(factors))
+    scalar = ScalarOptions(weights=tuple(factors)) if said == "scalar" else None
+    sampled = rewarded(rewards.score(episodes), rewards, 2, max_new_tokens=9, scalar=scalar)
+    mask = torch.tensor([episode.loss_mask for episode in episodes])
+    steps = steps_of(sampled.trajectories, mask, sampled.rewards, sampled.turn_weight).rewards
+    torch.testing.assert_close(steps.sum(2), sampled.rewards)
+    part = 0.0 if sources == "not of the run" else weight
+    assert steps[..., 0].flatten().tolist() == [part * own[0] for own in of_turns]
+
+
+def test_steps_of_no_sum_are_refused():
+    episode = turns([2, 5, 1], [0, 1, 1], turns=1, turn_rewards=(0.5,), rewards={"environment": 0.5})
+    scalar = ScalarOptions(method="tchebycheff", weights=(1.0, 1.0), ideal=(1.0, 4.0))
+    mask = torch.tensor([episode.loss_mask])
+    for sources, refused in ((SOURCES["beside another"], True), ([SOURCES["not of the run"][0], "exact"], False)):
+        rewards = load(sources)
+        row = dataclasses.replace(episode, row={"answer": "1"})
+        sampled = rewarded(rewards.score([row]), rewards, 1, max_new_tokens=9, scalar=scalar)
+        if refused:
+            with pytest.raises(ValueError, match=r"tchebycheff makes no sum of the rewards.*weighted_sum"):
+                steps_of(sampled.trajectories, mask, sampled.rewards, sampled.turn_weight)
+        else:
+            steps = steps_of(sampled.trajectories, mask, sampled.rewards, sampled.turn_weight)
+            assert torch.equal(steps.rewards.sum(2), sampled.rewards)
 
 
 def test_several_rewards_become_one():

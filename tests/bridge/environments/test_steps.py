@@ -3,11 +3,16 @@ import concurrent.futures
 import threading
 import time
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 
 from rl_bridge.common import event_loop
-from rl_bridge.environments.environment import Session
+from rl_bridge.environments.environment import Session, Step
 from rl_bridge.environments.environment_calls import ThreadedSteps
+from rl_bridge.rewards import load
+from tests.bridge.rewards.batches import trajectories
 
 
 def all_of(steps, count):
@@ -271,3 +276,67 @@ def test_an_environment_may_be_asynchronous():
         steps.start("step", lambda: session.step([]))
         error = all_of(steps, 1)["step"].error
     assert isinstance(error, TypeError) and "step() returned 'not a step', expected a Step" in str(error)
+
+
+SCALARS = {
+    "float": float,
+    "bool": lambda value: bool(value) if value in (0, 1) else value,
+    "numpy": np.float32,
+    "numpy whole": lambda value: np.int64(value) if value == int(value) else np.float64(value),
+    "numpy bool": lambda value: np.bool_(value) if value in (0, 1) else np.float16(value),
+    "numpy array": np.array,
+    "torch": torch.tensor,
+    "jax": jnp.float32,
+}
+
+
+@pytest.mark.parametrize("kind", SCALARS)
+@pytest.mark.parametrize("value", [0.0, 1.0, -2.5])
+def test_a_step_has_the_numbers_of_every_library_as_a_reward_has(kind, value):
+    """Every success, `np.float32(1.0)`, was an error of the environment, and the policy was trained on failures."""
+    number = SCALARS[kind](value)
+
+    class Scores:
+        def reset(self, row):
+            return Step(messages=[{"role": "user", "content": "q"}], state_id=np.int64(3))
+
+        def step(self, messages):
+            return Step(reward=number, done=np.bool_(True), state_id=torch.tensor(4))
+
+    session = Session(Scores)
+    opening, step = session.reset({}), session.step([])
+    assert (step.reward, step.state_id, step.done, opening.state_id, opening.reward) == (value, 4, True, 3, None)
+    assert [type(part) for part in (step.reward, step.state_id, step.done)] == [float, int, bool]
+    assert load(lambda completion, row: number).score(trajectories("2"))[0].rewards == {"reward": step.reward}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reward": np.float32("nan")},
+        {"reward": np.float64(1e300)},
+        {"reward": 10**400},
+        {"reward": np.ones(1)},
+        {"reward": "1"},
+        {"reward": 1j},
+        {"state_id": np.float32(3)},
+        {"state_id": np.int64(-1)},
+        {"state_id": "3"},
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_a_step_is_refused(fields):
+    class Odd:
+        def reset(self, row):
+            return [{"role": "user", "content": "q"}]
+
+        def step(self, messages):
+            return Step(**fields)
+
+    session = Session(Odd)
+    session.reset({})
+    expected = (
+        "expected an integer ≥ 0 or None" if "state_id" in fields else "expected a finite number or None, up to 3.4"
+    )
+    with pytest.raises(ValueError, match=expected):
+        session.step([])

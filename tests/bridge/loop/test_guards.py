@@ -82,6 +82,29 @@ def test_completions_are_of_the_policy_s_weights_when_they_were_drawn(policy, ro
     policy.update(batch_of(rollout, 4))
 
 
+def test_completions_are_of_the_policy_that_is_updated_whatever_its_version(model, policy, rollout):
+    """Two policies in lockstep have the same versions, and other weights."""
+    other = Policy(model, GRPO, AdamW(1e-1))
+    other.sync_weights(rollout)
+    policy.update(batch_of(rollout, 1))  # both are the model's still
+    policy.sync_weights(rollout)
+    other.update(batch_of(rollout, 2), stale=True)
+    other.sync_weights(rollout)
+    foreign = batch_of(rollout, 3)
+    with pytest.raises(ValueError, match=r"by the weights of another policy: policy\.sync_weights\(rollout\) comes"):
+        policy.update(foreign)
+    other.update(foreign)
+    policy.update(foreign, stale=True)
+    warm = Policy(model, NLL(), AdamW(1e-3))
+    for _ in range(3):
+        warm.update(PROMPTS[:2])
+    for target in (policy, rollout):
+        warm.sync_weights(target)
+    policy.update(batch_of(rollout, 4))  # the weights of both came from one
+    for target in (other, warm):
+        target.release()
+
+
 def test_a_seed_draws_once(policy, rollout):
     policy.sync_weights(rollout)
     policy.update(batch_of(rollout, 1))

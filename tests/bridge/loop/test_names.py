@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 import rl_bridge
 import rl_fn
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.loop.groups import loaded_rewards
 
 SAMPLING = rl_bridge.SamplingParams(n=2, max_new_tokens=2, seed=3)
 
@@ -84,6 +85,70 @@ def test_groups_are_joined_and_selected_prompt_by_prompt(groups):
     hotter = replace(first, sampling=replace(SAMPLING, temperature=0.5))
     with pytest.raises(ValueError, match=r"sampled and scored alike.*temperature=0\.5"):
         rl_bridge.Groups.joined([first, hotter])
+
+
+PLACES = {
+    "a list of bools": lambda mask: mask.tolist(),
+    "a tensor": lambda mask: mask,
+    "numpy": lambda mask: mask.numpy(),
+    "its places": lambda mask: mask.nonzero()[:, 0],
+    "a column of places": lambda mask: mask.nonzero(),
+    "a list of places": lambda mask: mask.nonzero()[:, 0].tolist(),
+    "places from the end": lambda mask: mask.nonzero()[:, 0] - len(mask),
+}
+
+
+@pytest.mark.parametrize("form", PLACES)
+@pytest.mark.parametrize("chosen", [[True, False, True], [False, True, True], [True] * 3, [False] * 3], ids=str)
+def test_a_mask_selects_what_its_places_select(form, chosen):
+    drawn = [completion(group, token) for group in range(3) for token in (6 + group, 7 + group)]
+    groups = rl_bridge.Groups(trajectories=drawn, sampling=SAMPLING, pad_token=0)
+    scored = groups.score(lambda completion, row: float(completion))
+    selected = scored.select(PLACES[form](torch.tensor(chosen)))
+    assert selected.rewards.tolist() == [[6.0 + g, 7.0 + g] for g in range(3) if chosen[g]]
+    assert [t.completion for t in selected.trajectories] == [
+        str(n) for g in range(3) if chosen[g] for n in (6 + g, 7 + g)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([True], "one entry for each of the 2 prompts, got 1"),
+        (torch.tensor([0.0, 1.0]), "places or a mask of True and False, got torch.float32"),
+        ([0, 0], "place 0 is chosen twice"),
+        ([0, -2], "place 0 is chosen twice"),
+        ([2], "no prompt at place 2: the places are 0 to 1"),
+        (torch.zeros(2, 2, dtype=torch.bool), r"a mask \[2\], got the shape \[2, 2\]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_selects_no_prompts_is_refused(groups, prompts, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        groups.score(lambda completion, row: 1.0).select(prompts)
+
+
+def test_no_prompts_are_no_batch(groups):
+    nothing = groups.score(lambda completion, row: 1.0).select([])
+    assert nothing.rewards.shape == (0, 2)
+    with pytest.raises(ValueError, match=r"select left none of the prompts\. A step without an update is logged"):
+        nothing.batch()
+
+
+def test_a_reward_is_loaded_once_whether_or_not_it_can_be_hashed(groups):
+    @dataclass
+    class Length:
+        scale: float
+
+        def __call__(self, completion, row):
+            return self.scale * float(completion)
+
+    for reward in (Length(1.0), [Length(1.0), "exact"]):
+        assert loaded_rewards(reward) is loaded_rewards(reward)
+    first, equal, other = Length(1.0), Length(1.0), Length(2.0)
+    assert loaded_rewards(first) is not loaded_rewards(equal)
+    assert groups.score(other).rewards.tolist() == [[12.0, 14.0]] * 2
+    assert groups.score([first, other]).rewards.tolist() == [[18.0, 21.0]] * 2
 
 
 def test_an_evaluation_is_the_mean_with_its_interval_and_pass_at_k(groups):

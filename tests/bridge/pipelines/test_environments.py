@@ -88,7 +88,7 @@ def test_the_reward_s_source_can_be_the_environment_among_others():
         rewards.score([trajectory([5], [6], request_id=(1,), row={"answer": "x", "_where": "row 4"})])
 
 
-def test_a_conversation_that_was_cut_before_its_reward_has_none():
+def test_a_conversation_that_was_cut_before_its_reward_has_none(capsys):
     """An environment may give its reward at the end; one that fails or whose turns run out has not come so far."""
 
     def made(reason, **rewards):
@@ -97,10 +97,17 @@ def test_a_conversation_that_was_cut_before_its_reward_has_none():
     environment = load("environment")
     found = environment.score([made("error"), made("turns"), made("stop", environment=2.0)])
     assert [t.rewards["environment"] for t in found] == [0.0, 0.0, 2.0]
-    # It is known by now that the environment gives rewards.
-    assert [t.rewards["environment"] for t in environment.score([made("turns"), made("length")])] == [0.0, 0.0]
-    with pytest.raises(RewardError, match="reward environment on row 4: the environment gave none"):
-        load("environment").score([made("error"), made("turns")])
+    ended = [made("stop"), made("turns")]
+    cut = [[made(first), made(second)] for first in ("error", "turns", "abort") for second in ("turns", "length")]
+    # A resumed run has scored nothing yet: what is refused is the same, and 0 are the same.
+    for of_run in (environment, load("environment")):
+        for batch in cut:
+            assert [t.rewards["environment"] for t in of_run.score(batch)] == [0.0, 0.0]
+        with pytest.raises(RewardError, match="reward environment on row 4: the environment gave none"):
+            of_run.score(ended)
+    assert (
+        capsys.readouterr().out.count("of 2 conversations the environment ended none, and gave no reward so far") == 1
+    )
 
 
 def test_a_changed_environment_is_another_fingerprint(game):

@@ -1,5 +1,6 @@
 """A reward's None: refused, or a completion that the reward does not apply to, which then changes nothing."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -176,3 +177,51 @@ def test_a_baseline_without_a_reward_is_refused():
     sampler = Sampler(complete, load(reward, none="leave-out"), RowStream(rows(3), 0), rl_fn.recipes.remax(), config, 5)
     with pytest.raises(RewardError, match=r"no reward applies to the greedy completion of problems\.jsonl, row 2"):
         sampler.sample(0)
+
+
+KINDS = {"both": {"right": 1.0, "short": 2.0}, "other order": {"short": 2.0, "right": 1.0}, "None": None}
+LACKING = {"without short": {"right": 1.0}, "short is None": {"short": None, "right": 1.0}}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([*KINDS, *LACKING], 3)), ids="-".join)
+def test_dictionaries_in_any_order_and_none_are_values_of_the_same_rewards(order):
+    kinds = KINDS | LACKING
+    rewards = load(lambda completion, row: kinds[completion], none="leave-out")
+    shown = [
+        dict.fromkeys(("right", "short"), math.nan) | {k: v for k, v in (kinds[kind] or {}).items() if v}
+        for kind in order
+    ]
+    for _ in range(2):  # the names of the first call are those of all
+        for trajectory, expected in zip(rewards.score(trajectories(*order)), shown, strict=True):
+            assert trajectory.rewards.keys() == {"right", "short"} == set(rewards.names)
+            assert trajectory.rewards == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize("first", KINDS)
+@pytest.mark.parametrize("second", [*KINDS, *LACKING])
+def test_without_leave_out_only_the_order_may_change(first, second):
+    kinds = KINDS | LACKING
+    rewards = load(lambda completion, row: kinds[completion])
+    if "None" in (first, second) or second in LACKING:
+        with pytest.raises(
+            RewardError, match=r"returned None, expected|returned the rewards \['right'\], before they were"
+        ):
+            rewards.score(trajectories(first, second))
+    else:
+        for trajectory in rewards.score(trajectories(first, second)):
+            assert trajectory.rewards == KINDS["both"]
+
+
+def test_names_come_with_the_first_values_that_are_no_none():
+    reward = FORMS["by name"]
+    rewards = load([reward, lambda completion, row: {"c": None} if completion == "x" else None], none="leave-out")
+    assert rewards.score(trajectories("a"))[0].rewards == pytest.approx(
+        {"one": 1.0, "two": 2.0, "reward_2": math.nan}, nan_ok=True
+    )
+    assert rewards.score(trajectories("x"))[0].rewards.keys() == {"one", "two", "c"}
+    with pytest.raises(
+        RewardError, match=r"returned the rewards \['d'\], before they were \['c'\]: a dictionary has ev"
+    ):
+        later = load(lambda completion, row: {completion: 1.0}, none="leave-out")
+        later.score(trajectories("c"))
+        later.score(trajectories("d"))

@@ -3,6 +3,8 @@
 import asyncio
 import re
 import threading
+from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, load, with_rows
 from rl_bridge.rewards.function import ALL, protocol_of
+from rl_bridge.rewards.scoring_models import prompt_text
 from tests.bridge.rewards.batches import rows, trajectories, values
 
 
@@ -132,6 +135,50 @@ def test_parameters_that_show_no_protocol_usr_17(parameters, tmp_path):
     assert f"{file}: the reward score is score{NO_REWARDS[parameters]}; a reward takes (co" in str(refused.value)
 
 
+# What a parameter of this name gets, in a row with these columns.
+CONTENT = {
+    "completion": "2",
+    "response": "2",
+    "text": "2",
+    "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
+    "answer": "2",
+    "prompt": "1+1=",
+    "label": "even",
+    "row": {"prompt": "1+1=", "answer": "2", "label": "even"},
+}
+CALLED = {("completion", "row"), ("response", "row"), ("text", "example"), ("words", "row"), ("messages", "answer")}
+
+
+@pytest.mark.parametrize("second", [None, *CONTENT, "example"])
+@pytest.mark.parametrize("first", [*CONTENT, "words"])
+def test_a_parameter_gets_what_its_name_says_or_the_reward_is_refused(first, second):
+    """`def r(completion, answer)` got the messages in place of the completion, and its reward was 0 for all."""
+    names = [first] if second in (None, first) else [first, second]
+    arguments, scope = {}, {}
+    exec(f"def reward(arguments, {', '.join(names)}):\n    arguments |= locals()\n    return 1.0\n", scope)
+    try:
+        load(partial(scope["reward"], arguments)).score(trajectories("2", data=[CONTENT["row"]]))
+    except (ValueError, RewardError) as refused:
+        assert tuple(names) not in CALLED
+        assert "reward_protocol" in str(refused) or "returned 1.0, expected a list of 1" in str(refused)
+    else:
+        assert {name: arguments[name] for name in names if name in CONTENT} == {
+            name: CONTENT[name] for name in names if name in CONTENT
+        }
+
+
+def test_a_column_s_name_is_no_parameter_unless_the_protocol_is_said():
+    def reward(completion, label):
+        return float(label["label"] == "even")
+
+    data = [CONTENT["row"]]
+    with pytest.raises(
+        RewardError, match=r"parameter 'label' would get .*row\['label'\], or say reward_protocol='comp"
+    ):
+        load(reward).score(trajectories("2", data=data))
+    assert load(reward, protocol="completion").score(trajectories("2", data=data))[0].rewards == {"reward": 1.0}
+
+
 def test_a_reward_without_a_signature_is_refused():
     with pytest.raises(ValueError, match="the reward max has parameters that cannot be read; a reward takes"):
         load(max)
@@ -164,8 +211,20 @@ def test_a_function_may_return_several_rewards():
     assert rewards.score(trajectories("abc"))[0].rewards == {"length": 3.0, "zero": 0.0, "first": 1.0, "second": 2.0}
     with pytest.raises(ValueError, match=r"there are 2 weights \(1\.0, 2\.0\) for the rewards \('length', 'zero', 'fi"):
         load([both, one], weights=[1, 2]).try_on(rows(2))
-    with pytest.raises(ValueError, match="two rewards have the name 'length'; name each: NAME=SOURCE"):
+    with pytest.raises(ValueError, match="two rewards have the name 'length'; give the key of a dictionary another"):
         load([both, lambda c, row: {"length": 1.0}]).try_on(rows(2))
+
+
+def test_functions_of_one_name_or_of_none_are_several_rewards():
+    def style(completion, row):
+        return 3.0
+
+    first, style.__qualname__ = style, "other"
+    several = [lambda c, row: 1.0, lambda c, row: 2.0, first, style, "exact", "named=exact"]
+    rewards = load(several, weights=[1, 2, 3, 4, 5, 6])
+    assert rewards.names == ("reward", "reward_2", "style", "style_2", "exact", "named")
+    (scored,) = rewards.score(trajectories("0"))
+    assert list(scored.rewards.values()) == [1.0, 2.0, 3.0, 3.0, 1.0, 1.0]
 
 
 def test_names_that_change_are_refused():
@@ -373,3 +432,37 @@ def test_a_file_that_was_moved_is_the_same_reward(tmp_path):
     file.write_text("def score(completion, row): return 2.0\n")
     marks.append(load(f"reward={file}:score").fingerprint)
     assert marks[:2] == marks[2:4] and len(set(marks)) == 3
+
+
+USER, SAID = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+BEHIND = {
+    "nothing": (),
+    "a verdict": ({"role": "user", "content": "correct"},),
+    "a tool": ({"role": "tool", "content": "2"}, {"role": "user", "content": "go on"}),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_the_policy_s_last_words_are_the_completion_whatever_the_environment_says_behind_them(behind, turns):
+    messages = (USER, {"role": "assistant", "content": "wait"}, USER, SAID)[4 - 2 * turns :]
+    row = {"prompt": [USER], "answer": "2"}
+    conversation = single_turn([2], [3], messages=messages + BEHIND[behind], turns=turns, row=row)
+
+    def of_verl(data_source, solution_str, ground_truth, extra_info):
+        return float(solution_str == ground_truth)
+
+    def of_trl(completions, answer):
+        return [float(c[-1]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+
+    rewards = load(["exact", of_trl, lambda completion, row: float(completion == "2")])
+    assert list(rewards.score([conversation])[0].rewards.values()) == [1.0, 1.0, 1.0]
+    assert load(of_verl).score([replace(conversation, row={"answer": "2"})])[0].rewards["reward"] == 1.0
+    before = single_turn([2], [3], messages=messages, turns=turns)
+    assert prompt_text(conversation) == prompt_text(before) and "2" not in prompt_text(before).replace("1+1=", "")
+
+
+def test_what_stands_in_an_opening_is_no_completion():
+    opening = single_turn([2], [], messages=(USER, SAID, USER), turns=0)
+    assert (opening.completion, opening.last_turn) == ("", None)
+    assert prompt_text(opening) == "user: 1+1=\nassistant: 2\nuser: 1+1=\n"

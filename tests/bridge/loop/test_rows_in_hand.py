@@ -1,0 +1,143 @@
+"""Rows that a program hands to a loop's objects are read as ``load_rows`` reads them, in every spelling."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+import rl_fn
+from rl_bridge import (
+    NLL,
+    AdamW,
+    Ahead,
+    Model,
+    Policy,
+    Rollout,
+    Rows,
+    SamplingParams,
+    current_executor,
+    load_rows,
+)
+from rl_bridge.loop import trained
+from rl_bridge.models.small import TinySource
+from tests.support.chat_templates import bytes_tokenizer
+
+SAMPLING = SamplingParams(n=1, max_new_tokens=2, seed=1)
+PARTS = [{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}]
+USER, PLAIN = {"role": "user", "content": PARTS}, {"role": "user", "content": "What now?"}
+WRONG, RIGHT = {"role": "assistant", "content": "wrong"}, {"role": "assistant", "content": "right"}
+CALL = {"role": "assistant", "content": None, "name": None, "tool_calls": [
+    {"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": 1})}}
+]}  # fmt: skip
+PROMPTS = {
+    "parts": {"prompt": [USER]},
+    "messages": {"messages": [USER], "answer": "2"},
+    "a call": {"prompt": [USER, CALL, {"role": "tool", "content": "1"}]},
+    "tools as text": {"prompt": [PLAIN], "tools": "[]"},
+    "keys that hold nothing": {"prompt": [PLAIN | {"name": None}], "messages": None},
+    "text": {"prompt": "What now?", "answer": 2},
+}
+SUPERVISED = {
+    "a weight": {"messages": [PLAIN, WRONG | {"weight": 0}, USER, RIGHT]},
+    "a flag": {"messages": [PLAIN, WRONG | {"train": False}, USER, RIGHT]},
+    "parts": {"prompt": [USER], "response": [RIGHT | {"content": PARTS}]},
+    "a call": {"messages": [USER, CALL, {"role": "tool", "content": "1"}, RIGHT]},
+    "an answer": {"prompt": "What now?", "answer": 2},
+}
+
+
+class Opens:
+    """An environment that opens with the row's prompt, and ends."""
+
+    def reset(self, row):
+        prompt = row["prompt"]
+        return (
+            [PLAIN | {"content": prompt}]
+            if isinstance(prompt, str)
+            else [dict(m, content=str(m["content"])) for m in prompt]
+        )
+
+    def step(self, messages):
+        raise OSError("nothing else")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny model with a chat template; its engines are gone in the end."""
+    current_executor().stop()
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.pad_token = "<|im_start|>"
+    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    current_executor().stop()
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    """One for all tests."""
+    return Rollout(model)
+
+
+def without_place(row):
+    return {name: value for name, value in row.items() if name != "_where"}
+
+
+@pytest.mark.parametrize("spelling", PROMPTS)
+def test_prompts_in_hand_are_those_of_load_rows(rollout, spelling):
+    row = PROMPTS[spelling]
+    (read,) = load_rows([row]).take(1)
+    for in_hand in (Rows([row]).take(1)[0], rollout.generate([row], SAMPLING).trajectories[0].row):
+        assert in_hand == without_place(read)
+    (drawn,), (expected,) = (rollout.generate([one], SAMPLING).trajectories for one in (row, read))
+    assert (drawn.tokens, drawn.messages) == (expected.tokens, expected.messages)
+
+
+@pytest.mark.parametrize("spelling", SUPERVISED)
+def test_rows_to_imitate_in_hand_are_those_of_load_rows(model, spelling, monkeypatch):
+    batches = []
+    monkeypatch.setattr(trained, "supervised_update", lambda engine, batch: batches.append(batch) or {})
+    row, policy = SUPERVISED[spelling], SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft")
+    for batch in ([row], Rows([row]).take(1), load_rows([row], model, NLL()).batch(1)):
+        Policy.update(policy, batch)
+    one, of_rows, expected = (
+        (batch.tokens.tolist(), batch.mask.tolist(), model.tokenizer.decode(batch.tokens[batch.mask]))
+        for batch in batches
+    )
+    assert one == of_rows == expected and "wrong" not in expected[2]
+
+
+def test_an_environment_and_ahead_get_rows_in_one_spelling(model, rollout):
+    opened = []
+
+    class Notes(Opens):
+        def reset(self, row):
+            opened.append(row)
+            return super().reset(row)
+
+    rows = [PROMPTS["parts"], PROMPTS["messages"]]
+    rollout.converse(rows, SAMPLING, Notes)
+    expected = [without_place(row) for row in load_rows(rows).rows]
+    assert opened == expected
+    policy = Policy(model, rl_fn.recipes.grpo().replace(kl=None), AdamW(1e-3))
+    with Ahead(rollout, policy, Rows(rows, seed=3), lambda c, row: 0.0, SAMPLING, prompts=2, steps=1) as ahead:
+        policy.engine.sync_weights(rollout.engine)
+        groups = ahead.groups()
+    assert [t.row for t in groups.trajectories] == Rows(rows, seed=3).take(2)
+    policy.release()
+
+
+def test_rows_that_no_model_reads_are_refused_with_their_number(rollout):
+    good = PROMPTS["text"]
+    for bad, words in (
+        ({"answer": "2"}, "row 2: field 'prompt' is missing or empty"),
+        ({"prompt": [WRONG]}, "row 2: prompt ends with the assistant's message"),
+        ({"prompt": [{"role": "user"}]}, r"row 2: prompt\[0\] must be a message with role and content"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rollout.generate([good, bad], SAMPLING)
+    with pytest.raises(ValueError, match=r"row 2: prompt\[0\] must be a message"):
+        Rows([good, {"prompt": [{"role": "user"}]}])
+    with pytest.raises(ValueError, match="row 1: every message of the assistant says that it is not trained on"):
+        policy = SimpleNamespace(objective=NLL(), model=rollout.model, engine=None, kind="sft")
+        Policy.update(policy, [{"messages": [PLAIN, WRONG | {"weight": 0}]}])
+    own = [{"board": [1, 2]}, {"prompt": {"board": 3}}]
+    assert sorted(map(str, Rows(own).take(2))) == sorted(map(str, own))  # of an environment alone
