@@ -40,10 +40,11 @@ def test_a_single_turn_is_the_prompt_and_what_was_drawn():
     assert single_turn([5, 6], [7, 1]).spans == (), "nobody drew it"
 
 
-def test_the_completion_is_the_last_message_if_the_policy_wrote_it():
+def test_the_completion_is_the_policy_s_last_message_whoever_speaks_behind_it():
     question, reply = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
     assert trajectory(messages=(question, reply)).completion == "2"
-    assert trajectory(messages=(reply, question)).completion == trajectory().completion == ""
+    assert trajectory(messages=(reply, question)).completion == "2"
+    assert trajectory(messages=(reply, question), turns=0).completion == trajectory().completion == ""
 
 
 def test_a_trajectory_does_not_change():
