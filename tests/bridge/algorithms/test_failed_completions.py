@@ -11,7 +11,7 @@ from rl_bridge.algorithms.evaluation import Evaluator, evaluate, gain, pass_rate
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, load
-from tests.bridge.rewards.batches import rows
+from tests.support.reward_batches import rows
 
 REWARDS = {
     "one": lambda completion, row: float(completion),

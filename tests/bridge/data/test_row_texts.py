@@ -124,7 +124,9 @@ TEXTS = {
 
 
 def of_samples(folder, text):
-    trajectory = SimpleNamespace(row={"prompt": text, "answer": text}, completion=text, rewards={"right": 1.0})
+    trajectory = SimpleNamespace(
+        row={"prompt": text, "answer": text}, completion=text, rewards={"right": 1.0}, finish_reason="stop"
+    )
     write_samples(folder, before={"greedy": {"samples": [_row_of(trajectory)]}})
     (sample,) = json.loads((folder / "samples.json").read_text("utf-8"))["before"]["greedy"]
     return [sample["prompt"], sample["answer"], sample["completion"]]

@@ -12,7 +12,7 @@ from rl_bridge.common import event_loop
 from rl_bridge.environments.environment import Session, Step
 from rl_bridge.environments.environment_calls import ThreadedSteps
 from rl_bridge.rewards import load
-from tests.bridge.rewards.batches import trajectories
+from tests.support.reward_batches import trajectories
 
 
 def all_of(steps, count):

@@ -25,8 +25,8 @@ from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.parallel.config import ParallelConfig
-from tests.bridge.memory.test_budget_of_trainers import COMPARED, OPTIMIZER, SOURCE, TRAINED, batch_of, made
 from tests.support.lora_families import tiny
+from tests.support.small_trainers import COMPARED, OPTIMIZER, SOURCE, TRAINED, batch_of, made
 
 BFLOAT16 = ParallelConfig(param_dtype=torch.bfloat16)
 MODULES: dict[str, Any] = TRAINED | {

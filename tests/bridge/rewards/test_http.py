@@ -12,8 +12,8 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rewards import RewardError, load
 from rl_bridge.rewards.scoring_models import Judge, NoReply, RemoteRewardModel, Server
 from rl_bridge.rollout.served.openai import OpenAIEndpoint
-from tests.bridge.rewards.batches import rows, trajectories, values
 from tests.bridge.rewards.servers import said, serving
+from tests.support.reward_batches import rows, trajectories, values
 
 TEMPLATE = 'Question {prompt}, reply {completion}, truth {answer}. Write {"score": [[x]]}.'
 

@@ -6,8 +6,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.rewards import RewardError, load
-from tests.bridge.rewards.batches import trajectories, values
 from tests.support.chat_templates import bytes_tokenizer
+from tests.support.reward_batches import trajectories, values
 
 
 def made(folder, tokenizer, **options):

@@ -15,7 +15,7 @@ from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, Sca
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, RewardOptions, load
-from tests.bridge.rewards.batches import rows, trajectories, values
+from tests.support.reward_batches import rows, trajectories, values
 
 FORMS = {
     "a completion": lambda completion, row: None if completion == "b" else 1.0,

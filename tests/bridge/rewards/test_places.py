@@ -14,7 +14,7 @@ import pytest
 
 from rl_bridge.rewards import RewardError, load
 from rl_tools.cli import main
-from tests.bridge.rewards.batches import rows, values
+from tests.support.reward_batches import rows, values
 
 # ``asyncio.run`` refuses its coroutine before it begins.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine 'later' was never awaited:RuntimeWarning")

@@ -15,7 +15,7 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, load, with_rows
 from rl_bridge.rewards.function import ALL, protocol_of
 from rl_bridge.rewards.scoring_models import prompt_text
-from tests.bridge.rewards.batches import rows, trajectories, values
+from tests.support.reward_batches import rows, trajectories, values
 
 
 def batch(trajectories):

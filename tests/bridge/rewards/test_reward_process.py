@@ -10,8 +10,8 @@ import pytest
 
 from rl_bridge.rewards import RewardError, load, reward_process
 from rl_bridge.rewards.reward_process import AskedElsewhere
-from tests.bridge.rewards.batches import trajectories, values
 from tests.support.processes import gone
+from tests.support.reward_batches import trajectories, values
 
 FILE = """
 import ctypes, os, pathlib, subprocess, sys, time
@@ -190,7 +190,7 @@ def test_usr_8_a_function_in_this_process_cannot_end_it_unseen_nor_move_it(tmp_p
 
 def test_the_process_ends_with_the_run_that_was_killed(file):
     program = (
-        "import sys; from rl_bridge.rewards import load; from tests.bridge.rewards.batches import trajectories\n"
+        "import sys; from rl_bridge.rewards import load; from tests.support.reward_batches import trajectories\n"
         f"load({str(file) + ':score'!r}, timeout=100.0).score(trajectories('sleep'))"
     )
     before = set(pids(file))
