@@ -18,13 +18,12 @@ import numpy as np
 from experiments import calculator_tool
 from experiments.calculator_tool import Calculator, Disconnected, demonstration, product_row
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
+from rl_train.sft import SFTPipeline, run_sft
 
 OUT = Path(__file__).parent / "results" / "calculator"
 DEMONSTRATIONS, SHARE = 1000, 0.3  # of which so many call the tool
@@ -67,7 +66,8 @@ def warm_start(folder: Path, seed: int, steps: int, threads: int) -> Path:
             data=str(folder / "demonstrations.jsonl"),
             held_out=50,
             apply_chat_template=False,
-            sft=SFTConfig(steps=steps, rows_per_step=64),
+            steps=steps,
+            rows_per_step=64,
             optimizer=OptimizerConfig(learning_rate=3e-3, beta2=0.99),
             threads=threads,
         )

@@ -16,6 +16,7 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -41,25 +42,19 @@ from experiments.preference_world import (
     trajectory,
     true_rewards,
 )
-from rl_bridge.algorithms.comparison_training import (
-    PreferenceConfig,
-    RewardModelConfig,
-    train_preference,
-    train_reward_model,
-    with_reference,
-)
+from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, with_reference
 from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.examples import batch_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.modules.comparison import CompletionScorer, PreferenceModule, RewardModule
+from rl_bridge.modules.comparison import ComparisonLoss, CompletionScorer, PreferenceModule, RewardModule
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.comparison import loss_options
-from rl_bridge.run.run import Run
+from rl_train.compared import loss_options
 
 OUT = Path(__file__).parent / "results" / "preferences"
 # Rows of five tokens have little to share.
@@ -136,6 +131,21 @@ def measure(policy: TrainEngine, everything: PairBatch, world: World) -> dict[st
     }
 
 
+def learn(
+    settings: Settings,
+    model: TrainEngine,
+    loss: ComparisonLoss,
+    stream: RowStream,
+    evaluate: Callable[[], dict[str, float]],
+) -> None:
+    """The updates of a method, measured now and then and at the end."""
+    statistics = BatchStatistics(loss)
+    for step in range(1, settings.steps + 1):
+        comparison_update(model, loss, batch_of(stream.take(settings.rows_per_step), PAD), statistics)
+        if step % settings.evaluate_every == 0 or step == settings.steps:
+            evaluate()
+
+
 def run_method(settings: Settings, name: str, seed: int, source: StateSource, world: World) -> dict[str, Any]:
     options = dict(METHODS[name])
     noisy, loss = options.pop("noisy", False), loss_options(options.pop("loss"), **options).build()
@@ -155,12 +165,7 @@ def run_method(settings: Settings, name: str, seed: int, source: StateSource, wo
         return found
 
     evaluate()
-    config = PreferenceConfig(
-        steps=settings.steps, rows_per_step=settings.rows_per_step, evaluate_every=settings.evaluate_every
-    )
-    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run", config, checkpoint_every=10**6) as run:
-        stream = RowStream(examples, seed=seed)
-        train_preference(run, policy, stream, loss, config, evaluate=evaluate, pad_token_id=PAD)
+    learn(settings, policy, loss, RowStream(examples, seed=seed), evaluate)
     policy.release()
     return {"method": name, "seed": seed, "curve": curve, "seconds": round(time.monotonic() - started, 1)}
 
@@ -191,12 +196,7 @@ def run_reward_model(settings: Settings, seed: int, source: StateSource, world: 
         return found
 
     evaluate()
-    config = RewardModelConfig(
-        steps=settings.steps, rows_per_step=settings.rows_per_step, evaluate_every=settings.evaluate_every
-    )
-    with tempfile.TemporaryDirectory() as folder, Run(Path(folder) / "run", config, checkpoint_every=10**6) as run:
-        stream = RowStream(examples_for(loss, pairs), seed=seed)
-        train_reward_model(run, model, stream, loss, config, evaluate=evaluate, pad_token_id=PAD)
+    learn(settings, model, loss, RowStream(examples_for(loss, pairs), seed=seed), evaluate)
     model.release()
     best_possible = np.mean([world.rewards[x, good] > world.rewards[x, bad] for x, good, bad in held_out])
     seconds = round(time.monotonic() - started, 1)

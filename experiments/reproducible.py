@@ -44,7 +44,7 @@ POLICY += ["--policy.updates-per-step", "2", "--policy.sampling.max-new-tokens",
 POLICY += ["--optimizer.decay", "linear", "--optimizer.final", "0.2", "--optimizer.beta2", "0.99"]
 POLICY += ["--optimizer.learning-rate", "5e-4", "--optimizer.warmup", "5", "--objective.kl.coef", "0.01"]
 COMMANDS = {
-    "SFT": ["sft", "--sft.rows-per-step", "64", "--optimizer.learning-rate", "3e-3", "--optimizer.warmup", "20"],
+    "SFT": ["sft", "--rows-per-step", "64", "--optimizer.learning-rate", "3e-3", "--optimizer.warmup", "20"],
     "GRPO": ["policy", "objective:grpo", *POLICY],
     "PPO": ["policy", "objective:ppo", *POLICY, "--critic.optimizer.learning-rate", "2e-3"],
 }

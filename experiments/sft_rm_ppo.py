@@ -22,9 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import ROWS, band, save, series
-from rl_bridge.algorithms.comparison_training import RewardModelConfig
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.common.files import write_json
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.trajectory import SamplingParams
@@ -32,11 +30,11 @@ from rl_bridge.engines import InferenceEngine
 from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.comparison import RewardModelPipeline, run_reward_model
 from rl_bridge.pipelines.objective_options import KLOptions, objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.rollout.inprocess import InProcessRollout
+from rl_train.reward_model import RewardModelPipeline, run_reward_model
+from rl_train.sft import SFTPipeline, run_sft
 
 RESULTS, RUNS = Path(__file__).parent / "results" / "sft_rm_ppo", Path("runs") / "sft_rm_ppo"
 # Weights of (learned, right), and the coefficient of the KL.
@@ -121,7 +119,8 @@ def chain(seed: int, sizes: Sizes, folder: Path) -> dict[str, Any]:
         model=str(folder / "start"),
         data=problems,
         eval_data=held,
-        sft=SFTConfig(steps=sizes.sft_steps, rows_per_step=64),
+        steps=sizes.sft_steps,
+        rows_per_step=64,
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup=20, decay="constant", beta2=0.99),
         **common,
     )
@@ -134,7 +133,8 @@ def chain(seed: int, sizes: Sizes, folder: Path) -> dict[str, Any]:
         model=model,
         data=str(compared),
         held_out=150,
-        reward_model=RewardModelConfig(steps=sizes.reward_model_steps, rows_per_step=64),
+        steps=sizes.reward_model_steps,
+        rows_per_step=64,
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup=10, final=0.1, beta2=0.99),
         **common,
     )

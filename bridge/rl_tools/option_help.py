@@ -23,10 +23,9 @@ USES = {
     "model and data": ("model", "data", "eval-data", "held-out", "apply-chat-template", "max-length"),
     "rewards": ("reward", "environment", "max-turns"),
     "steps": (
-        *("epochs", "policy.steps", "policy.prompts-per-step", "policy.responses-per-prompt"),
-        *("policy.updates-per-step", "policy.evaluate-every", "preference.steps", "preference.rows-per-step"),
-        *("preference.evaluate-every", "reward-model.steps", "reward-model.rows-per-step"),
-        *("reward-model.evaluate-every", "sft.steps", "sft.rows-per-step", "sft.evaluate-every"),
+        *("steps", "epochs", "rows-per-step", "evaluate-every"),
+        *("policy.steps", "policy.prompts-per-step", "policy.responses-per-prompt"),
+        *("policy.updates-per-step", "policy.evaluate-every", "sft.steps", "sft.rows-per-step"),
     ),
     "completions": ("policy.sampling.max-new-tokens", "policy.sampling.temperature", "rollout.backend"),
     "objective": ("objective", "loss", "kl-control.kind"),

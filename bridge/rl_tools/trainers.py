@@ -34,19 +34,19 @@ class Trainer:
 
 TRAINERS = {
     "sft": Trainer(
-        "rl_bridge.pipelines.sft:SFTPipeline",
-        "rl_bridge.pipelines.sft:run_sft",
+        "rl_train.sft:SFTPipeline",
+        "rl_train.sft:run_sft",
         "supervised fine-tuning on conversations, or prompts with responses; the best model on held-out rows is "
         "exported.",
     ),
     "reward-model": Trainer(
-        "rl_bridge.pipelines.comparison:RewardModelPipeline",
-        "rl_bridge.pipelines.comparison:run_reward_model",
+        "rl_train.reward_model:RewardModelPipeline",
+        "rl_train.reward_model:run_reward_model",
         "a model that scores completions, from pairs or ranked lists; loss:plackett-luce is for lists.",
     ),
     "preference": Trainer(
-        "rl_bridge.pipelines.comparison:PreferencePipeline",
-        "rl_bridge.pipelines.comparison:run_preference",
+        "rl_train.preference:PreferencePipeline",
+        "rl_train.preference:run_preference",
         "a policy from preferred and rejected completions: DPO. loss:simpo takes SimPO with its own options.",
     ),
     "policy": Trainer(

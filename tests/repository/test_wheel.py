@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {"rl_fn": "rl_fn", "rl_kernels": "kernels/rl_kernels", "rl_bridge": "bridge/rl_bridge"}
-SOURCES |= {"rl_tools": "bridge/rl_tools"}
+SOURCES |= {"rl_train": "bridge/rl_train", "rl_tools": "bridge/rl_tools"}
 
 
 @pytest.fixture(scope="module")

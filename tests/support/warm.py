@@ -34,11 +34,12 @@ IMPORTED = (
     "peft",
     "tyro",
     "rl_bridge.loop.loop_run",
-    "rl_bridge.pipelines.comparison",
     "rl_bridge.pipelines.policy",
     "rl_bridge.pipelines.policy_configs",
-    "rl_bridge.pipelines.sft",
     "rl_tools.cli",
+    "rl_train.preference",
+    "rl_train.reward_model",
+    "rl_train.sft",
 )
 
 

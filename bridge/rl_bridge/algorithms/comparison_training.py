@@ -1,26 +1,20 @@
 """Learning from comparisons: DPO and its family without a reward model, and reward models of pairs or ranked lists."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import rl_fn
 from rl_bridge.common.statistics import confidence_interval
-from rl_bridge.common.terminal import given
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example, batch_of
-from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
-from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.policy import mean
-from rl_bridge.run.run import Run
-
-# Shared by the loops: reference, statistics of a batch, losses over a batch, evaluation.
 
 CACHED_AT_ONCE = 1024
 """Examples that the reference scores in one call."""
@@ -63,8 +57,8 @@ def statistics_of(
 class BatchStatistics:
     """The numbers of whole batches that a loss reads: KTO's KL of this batch, BCO's moving mean of the ones before."""
 
-    def __init__(self, loss: ComparisonLoss, momentum: float) -> None:
-        self._loss, self._momentum = loss, momentum
+    def __init__(self, loss: ComparisonLoss) -> None:
+        self._loss = loss
         self.delta = 0.0
 
     def of(self, policy: TrainEngine, batch: PairBatch) -> dict[str, float]:
@@ -77,7 +71,8 @@ class BatchStatistics:
         """Move the shift towards the middle between the mean rewards of the two sides."""
         if "delta" in self._loss.statistics and not metrics.get("skipped"):
             middle = 0.5 * sum(metrics[name] for name in REWARDS)
-            self.delta = self._momentum * self.delta + (1 - self._momentum) * middle
+            momentum = self._loss.shift_momentum
+            self.delta = momentum * self.delta + (1 - momentum) * middle
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The moving mean."""
@@ -135,112 +130,11 @@ def held_out_metrics(
     return metrics | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
 
 
-# Learning from preferences without a reward model: DPO and its family, by the loss.
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceConfig:
-    """One step is one update on ``rows_per_step`` comparisons."""
-
-    steps: int = 200
-    """Updates."""
-    rows_per_step: int = 64
-    """Comparisons of an update."""
-    evaluate_every: int = 25
-    """Steps from one measurement on the held-out rows to the next."""
-    shift_momentum: float = 0.9
-    """Momentum of BCO's shift, a moving mean of the rewards."""
-
-    def __post_init__(self) -> None:
-        """Refuse counts that train nothing, and a mean that does not move."""
-        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1 or not 0 <= self.shift_momentum < 1:
-            raise ValueError(
-                "counts must be ≥ 1 and shift_momentum in [0, 1), got "
-                f"{given(self, 'steps', 'rows_per_step', 'evaluate_every', 'shift_momentum')}"
-            )
-
-
-@collector_waits()
-def train_preference(
-    run: Run,
-    policy: TrainEngine,
-    stream: RowStream[Example],
-    loss: ComparisonLoss,
-    config: PreferenceConfig,
-    *,
-    evaluate: Callable[[], Mapping[str, float]],
-    reference: TrainEngine | None = None,
-    pad_token_id: int,
-) -> None:
-    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
-
-    ``reference`` scores each batch where the examples do not bring its log-probabilities along. What ``evaluate``
-    returns is logged when due and after the last step.
-    """
-    statistics = BatchStatistics(loss, config.shift_momentum)
-    state = {"policy": policy, "stream": stream, "statistics": statistics}
-    for step in run.steps("preference", config.steps, state=state):
-        batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
-        if reference is not None:
-            # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
-            batch = batch._replace(ref_logprobs=reference.completion_logprobs(NeedParallel(batch)))
-        metrics = comparison_update(policy, loss, batch, statistics)
-        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
-            metrics |= evaluate()
-        run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
-        phase_ended()
-
-
 def evaluate_preference(policy: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:
     """Loss, implicit rewards and accuracy on held-out comparisons, with an interval; statistics are their own."""
     learned = held_out.side(0) if loss.form == "singles" else held_out
     outputs = policy.completion_logprobs(NeedParallel(learned))
     return held_out_metrics(loss, learned, outputs, statistics_of(policy, loss, held_out, outputs))
-
-
-# A reward model from comparisons of completions: Bradley–Terry of pairs, Plackett–Luce of ranked lists.
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelConfig:
-    """One step is one update on ``rows_per_step`` comparisons."""
-
-    steps: int = 200
-    """Updates."""
-    rows_per_step: int = 64
-    """Comparisons of an update."""
-    evaluate_every: int = 25
-    """Steps from one measurement on the held-out rows to the next."""
-
-    def __post_init__(self) -> None:
-        """Refuse counts that train nothing."""
-        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1:
-            raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
-
-
-@collector_waits()
-def train_reward_model(
-    run: Run,
-    model: TrainEngine,
-    stream: RowStream[Example],
-    loss: ComparisonLoss,
-    config: RewardModelConfig,
-    *,
-    evaluate: Callable[[], Mapping[str, float]],
-    pad_token_id: int,
-) -> None:
-    """Score the completions, compare, update; every step is logged, checkpointed when due, and resumable.
-
-    What ``evaluate`` returns is logged when due and after the last step.
-    """
-    for step in run.steps("reward_model", config.steps, state={"model": model, "stream": stream}):
-        batch = batch_of(stream.take(config.rows_per_step), pad_token_id)
-        with one_update(model):
-            metrics = accumulate(model, loss, batch, {}) | model.optimizer_step()
-        if (step + 1) % config.evaluate_every == 0 or step + 1 == config.steps:
-            metrics |= evaluate()
-        run.log(step, metrics, tokens=sum(batch.row_tokens()), batch=batch)
-        phase_ended()
 
 
 def evaluate_reward_model(model: TrainEngine, loss: ComparisonLoss, held_out: PairBatch) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the loop."""
+"""Supervised fine-tuning: an update, and the loop of a warm start."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,26 +14,6 @@ from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.policy import mean
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.run.run import Run
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """One step is one update on ``rows_per_step`` rows."""
-
-    steps: int = 200
-    """Updates."""
-    rows_per_step: int = 32
-    """Rows of an update."""
-    evaluate_every: int = 25
-    """Steps from one measurement on the held-out rows to the next."""
-
-    def __post_init__(self) -> None:
-        """Refuse counts that train nothing."""
-        if min(self.rows_per_step, self.evaluate_every) < 1 or self.steps < 0:
-            raise ValueError(
-                "need rows_per_step ≥ 1, evaluate_every ≥ 1 and steps ≥ 0, got "
-                f"{given(self, 'rows_per_step', 'evaluate_every', 'steps')}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,21 +38,14 @@ def train_sft(
     policy: TrainEngine,
     stream: RowStream,
     to_trajectory: Callable[[Any], Trajectory],
-    config: SFTConfig | WarmStart,
+    config: WarmStart,
     *,
     pad_token_id: int,
-    held_out: TokenBatch | None = None,
 ) -> None:
-    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable.
-
-    ``held_out`` is measured every ``evaluate_every`` steps; a warm start has none.
-    """
-    every = config.evaluate_every if isinstance(config, SFTConfig) else None
+    """Train on the rows' own completions; every step is logged, checkpointed when due, and resumable."""
     for step in run.steps("sft", config.steps, state={"policy": policy, "stream": stream}):
         batch = supervised_batch(stream.take(config.rows_per_step), to_trajectory, pad_token_id)
         metrics = supervised_update(policy, batch)
-        if held_out is not None and every is not None and ((step + 1) % every == 0 or step + 1 == config.steps):
-            metrics["held_out_nll"] = held_out_nll(policy, held_out)
         run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
         phase_ended()
 

@@ -55,7 +55,7 @@ class Census:
     """The rows of a run by their source.
 
     >>> census = Census(data=SourceCensus(name="a.jsonl", files=1, read=3))
-    >>> census.settle(trained=2, held_out=1, step={"--sft.rows-per-step": 2})
+    >>> census.settle(trained=2, held_out=1, step={"--rows-per-step": 2})
     rows: a.jsonl: 3 rows of 1 file: 2 trained on, 1 held out
     """
 

@@ -11,19 +11,20 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
-from rl_bridge.data.examples import batch_of, rows_in
+from rl_bridge.data.examples import Example, batch_of, rows_in
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.engines.engine import Engine
+from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts
-from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
-from rl_bridge.pipelines import comparison, sft
+from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
@@ -161,10 +162,20 @@ class NLL:
     """
 
 
-def preference_loss(name: str = "dpo", **constants: Any) -> ComparisonLoss:
+def preference_loss(
+    name: str = "dpo",
+    *,
+    average: bool | None = None,
+    wpo: bool = False,
+    shift_momentum: float = SHIFT_MOMENTUM,
+    **constants: Any,
+) -> ComparisonLoss:
     """A loss of ``rl_fn`` over compared completions by its name, with constants in place of its defaults.
 
     ``rl-fn train preference --help`` lists the names; ``bradley_terry`` and ``plackett_luce`` train a reward model.
+    ``average``: the loss reads mean log-probabilities per token, not sums, by default where its paper has them.
+    ``wpo`` weighs a comparison by how likely the policy is to write its completions. ``shift_momentum``: of BCO's
+    moving mean of the rewards.
 
     >>> from rl_bridge import preference_loss
     >>> preference_loss("dpo", beta=0.2).constants
@@ -173,7 +184,8 @@ def preference_loss(name: str = "dpo", **constants: Any) -> ComparisonLoss:
     Raises:
         ValueError: no such loss, or a constant that the loss does not take.
     """
-    return ComparisonLoss(name=name, constants=constants)
+    own: dict[str, Any] = {"average": average, "wpo": wpo, "shift_momentum": shift_momentum}
+    return ComparisonLoss(name=name, constants=constants, **own)
 
 
 def in_hand(rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> list[dict[str, Any]]:
@@ -242,7 +254,8 @@ class Rows:
         """
         rows = in_hand(rows, any_row) if collate is None else rows
         self.stream = RowStream(rows, seed)
-        self.rows, self._seed, self._collate = rows, seed, collate
+        self.rows: Sequence[Any] = rows
+        self._seed, self._collate = seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self._reader = reader_fingerprint(reader)
         self.count = len(rows)
@@ -268,9 +281,15 @@ class Rows:
         Raises:
             ValueError: the rows are prompts, which were not loaded for a loss.
         """
-        if self._collate is None:
-            raise ValueError("these rows are prompts: load_rows(data, model, loss) makes rows that a loss reads")
-        return self._collate(self.take(count))
+        return self._batch(self.take(count))
+
+    def all(self) -> Any:
+        """All rows in their own order as one ``TokenBatch`` or ``PairBatch``: held-out rows, to be measured on.
+
+        Raises:
+            ValueError: the rows are prompts, which were not loaded for a loss.
+        """
+        return self._batch(self.rows)
 
     def hold_out(self, count: int) -> "tuple[Rows, list[dict[str, Any]]]":
         """(The rows to train on, ``count`` rows that are held out), of prompts that differ.
@@ -291,6 +310,17 @@ class Rows:
         rows = Rows(train, seed=self._seed, census=census)
         rows._reader = self._reader
         return rows, held_out
+
+    def exchange(self, rows: Sequence[Any]) -> None:
+        """Put other rows in the places of these: the same ones, with more that is known of each."""
+        stream = RowStream(rows, self._seed)
+        stream.load_checkpoint_state(self.stream.checkpoint_state())
+        self.rows, self.stream = rows, stream
+
+    def _batch(self, rows: Sequence[Any]) -> TokenBatch | PairBatch:
+        if self._collate is None:
+            raise ValueError("these rows are prompts: load_rows(data, model, loss) makes rows that a loss reads")
+        return self._collate(rows)
 
     def parts(self) -> dict[str, Stateful]:
         """The place in the data."""
@@ -358,20 +388,27 @@ def load_rows(
     if isinstance(loss, NLL):
         rows = read_rows(data, fields=(), check=supervised_row, census=census)
         remark_on_conversations(tokenizer, rows, apply_chat_template=apply_chat_template)
-        trajectories, left_out = sft.encoded(source, tokenizer, rows, **reading)
+        trajectories, left_out = encoded(source, tokenizer, rows, **reading)
         _count(census, len(trajectories), left_out, max_length)
-        batches: dict[str, Any] = {"collate": lambda part: collate(part, model.pad_token), "fingerprint": of_rows(rows)}
-        return Rows(trajectories, seed=seed, reader=data, census=census, **batches)
+        return rows_for_loss(model, trajectories, seed=seed, reader=data, census=census, fingerprint=of_rows(rows))
     compared = read_comparisons(data, census)
-    comparison.remark_on_unread(tokenizer, compared, apply_chat_template)
-    examples = comparison.encoded(source, tokenizer, compared, loss, **reading)
+    remark_on_unread(tokenizer, compared, apply_chat_template)
+    examples = encoded_comparisons(source, tokenizer, compared, loss, **reading)
     _count(census, rows_in(examples), len(compared) - rows_in(examples), max_length)
     if loss.name in REWARD_LOSSES:
-        templated = apply_chat_template and any(map(comparison.has_roles, compared))
-        comparison.pad_of_rewards(source, tokenizer, examples, templated=templated)
+        templated = apply_chat_template and any(map(has_roles, compared))
+        pad_of_rewards(source, tokenizer, examples, templated=templated)
     fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
-    batches = {"collate": lambda part: batch_of(part, model.pad_token), "fingerprint": fingerprint}
-    return Rows(examples, seed=seed, reader=data, census=census, **batches)
+    return rows_for_loss(model, examples, seed=seed, reader=data, census=census, fingerprint=fingerprint)
+
+
+def rows_for_loss(model: Model, encoded_rows: Sequence[Trajectory] | Sequence[Example], **options: Any) -> Rows:
+    """Rows that were encoded for a model and a loss; ``options`` are those of ``Rows``."""
+
+    def batch(part: Sequence[Any]) -> TokenBatch | PairBatch:
+        return batch_of(part, model.pad_token) if isinstance(part[0], Example) else collate(part, model.pad_token)
+
+    return Rows(encoded_rows, collate=batch, **options)
 
 
 def _count(census: SourceCensus, trained: int, left_out: int, max_length: int | None) -> None:

@@ -11,12 +11,14 @@ from typing import Any, Literal, Protocol, Self
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.common.scalars import plain_scalar
 from rl_bridge.common.terminal import tell
+from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part, Rows, changed
 from rl_bridge.loop.scored import Metrics, Scored
 from rl_bridge.loop.trained import Policy
+from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
 from rl_bridge.run.options import RunOptions
@@ -87,9 +89,9 @@ class Run:
                     "state holds the rows and Ahead, which saves their place itself: leave the rows out; a stage "
                     "before takes rows of its own, of another load_rows"
                 )
-        self._parts = dict(zip(_names(state), state, strict=True))
+        parts = dict(zip(_names(state), state, strict=True))
         rows = (part.rows if isinstance(part, Ahead) else part for part in state)
-        self._rows = [part.census for part in rows if isinstance(part, Rows)]
+        censuses = [part.census for part in rows if isinstance(part, Rows)]
         options = LoopOptions(
             name=name,
             output=Path(output),
@@ -98,39 +100,80 @@ class Run:
             checkpoint_every=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
             stop_after_skips=stop_after_skips,
-            state={name: dict(part.settings()) for name, part in self._parts.items() if part.settings()},
+            state={name: dict(part.settings()) for name, part in parts.items() if part.settings()},
         )
         fingerprints: dict[str, str] = {}
-        for own, part in self._parts.items():
+        for own, part in parts.items():
             for what, mark in part.fingerprints().items():
                 fingerprints[what if fingerprints.get(what, mark) == mark else f"{what} of {own}"] = mark
-        self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
-        keep_threads(self._run, current_executor())
-        if self._rows:
-            tell(f"rows: {'; '.join(census.line() for census in self._rows)}")
+        counts = {"census": {f"rows {n}": vars(census) for n, census in enumerate(censuses, 1)}} if censuses else {}
+        self._begin(options, fingerprints, observers, parts=parts, counts=lambda: counts)
         self._samples = {"every": samples_every, "kept": samples_kept}
+        if censuses:
+            tell(f"rows: {'; '.join(census.line() for census in censuses)}")
+
+    @classmethod
+    def of(
+        cls,
+        options: RunOptions,
+        fingerprints: Mapping[str, str],
+        *,
+        census: Census,
+        threads: int | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> Self:
+        """The run of a recipe: its ``options`` and the ``fingerprints`` of its inputs are what a resume compares.
+
+        A folder that is not free and a resume with other options are refused before a model is made: each call of
+        ``steps`` names its state. ``threads``: CPU threads that the user has chosen for a worker.
+
+        Raises:
+            ValueError: as for ``Run``, or options that none of the observers reads.
+            DryRun: the options say that the run ends here.
+        """
+        run = cls.__new__(cls)
+        run._begin(options, fingerprints, observers, parts={}, counts=census.summary, threads=threads)
+        return run
+
+    def _begin(
+        self,
+        options: RunOptions,
+        fingerprints: Mapping[str, str],
+        observers: Sequence[Observer],
+        *,
+        parts: dict[str, Part],
+        counts: Callable[[], Mapping[str, Any]],
+        threads: int | None = None,
+    ) -> None:
+        self._parts, self._named = parts, bool(parts)
+        self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
+        keep_threads(self._run, current_executor(), threads)
+        self._counts, self._closing = counts, ExitStack()
+        self._samples = {"every": 10, "kept": 4}
         self._step: int | None = None
         self._stages: list[str] = []
         self._entered = False
         self._done, self._result = dict[str, int](), dict[str, Any]()
         """Steps of each stage that have their record."""
+        self.summary: dict[str, Any] = {}
+        """The content of ``summary.json``, once the run has ended."""
 
     def __enter__(self) -> Self:
-        self._run.__enter__()
+        with ExitStack() as entered:
+            entered.enter_context(collector_waits())
+            entered.push(self._run.__enter__().__exit__)
+            self._closing = entered.pop_all()
         self._entered = True
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._run.__exit__(kind, error, trace)
+            self._closing.__exit__(kind, error, trace)
             return
-        with ExitStack() as closing:
-            closing.push(self._run.__exit__)  # the summary comes before the folder is given up
-            seconds = round(self._run.seconds, 1)
-            counts = {} if not self._rows else {"census": {f"rows {n}": vars(c) for n, c in enumerate(self._rows, 1)}}
-            self._run.finish(
-                {"result": f"{sum(self._done.values())} steps", **self._result, **counts, "seconds": seconds}
-            )
+        with self._closing:  # the summary comes before the folder is given up
+            steps = f"{sum(self._done.values())} steps"
+            self.summary = {"result": steps, **self._result, **self._counts(), "seconds": round(self._run.seconds, 1)}
+            self._run.finish(self.summary)
 
     @property
     def folder(self) -> Path:
@@ -159,6 +202,8 @@ class Run:
             raise RuntimeError(
                 "the steps of a run are taken in its block: with Run(…) as run: for step in run.steps(…)"
             )
+        if not self._named:  # a recipe's
+            self._parts |= dict(zip(_names(state or ()), state or (), strict=True))
         parts = self._parts if state is None else {self._name_of(part): part for part in state}
         stage = next((name for name, part in parts.items() if isinstance(part, Scored)), next(iter(parts)))
         if stage in self._stages:
@@ -171,6 +216,8 @@ class Run:
         else:  # a run that is resumed in this stage syncs the first weights, and takes back what a checkpoint holds
             _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
+        notes = [note for part in parts.values() if isinstance(part, Scored) for note in part.engines.notes]
+        self._run.keep_remarks(list(dict.fromkeys(notes)))
         holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
         sampling = [policy for policy in policies if policy.kind == stage == "policy"]
@@ -190,6 +237,7 @@ class Run:
             _require_whole(changed, list(parts.values()))
             if self._step is not None:
                 self.log()
+            phase_ended()
         self._done[stage] = total
         changed.clear()
 
@@ -239,7 +287,8 @@ class Run:
         if own := sorted(numbers.keys() & {"census", "seconds"}):
             raise ValueError(f"{own[0]!r} is the run's own in summary.json: give the number another name")
         self._result = {"result": result, **{name: _json(name, value) for name, value in numbers.items()}}
-        self.print(result)
+        if self._named:  # the command says itself what a recipe returns
+            self.print(result)
 
     def _completions(self, policy: Policy) -> CompletionLog:
         """The file of some completions of a stage, with what the loss had of each token."""

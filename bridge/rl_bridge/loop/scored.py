@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
+from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.data.comparisons import PairBatch
+from rl_bridge.data.examples import Example
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model
+from rl_bridge.loop.data import Model, Rows
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.models.exported_files import ExportDtype, export_types
 from rl_bridge.models.pretrained import require_vocabulary, save_pretrained
@@ -76,7 +78,8 @@ class Scored:
     """A model in the workers that ``mesh`` arranges, by default all there are with the model cut over them.
 
     ``apart_from``: objects in whose workers this model has no part, so that both can work at the same time. ``turns``:
-    objects of the same turns share their devices, and what does not work waits in host memory.
+    objects of the same turns share their devices, and what does not work waits in host memory. In a ``with`` statement
+    the model's memory is given back at the end of the block.
     """
 
     kind: str
@@ -98,6 +101,13 @@ class Scored:
         self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop", turns=turns)
         self.engines.apart = [other.engine for other in apart_from]
         self.engine: TrainEngine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.engine.slots:
+            self.release()
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """The engine, with weights and optimiser."""
@@ -152,6 +162,21 @@ class Reference(Scored):
             return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
         scored = batch.with_fields(ref_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
+
+    def cache(self, rows: Rows) -> None:
+        """Score all comparisons of ``rows`` once: each batch of these has log π_ref, and the reference may go.
+
+        >>> with Reference(model) as reference:  # doctest: +SKIP
+        ...     reference.cache(rows)
+
+        Raises:
+            TypeError: rows that are no comparisons.
+        """
+        if not all(isinstance(row, Example) for row in rows.rows):
+            raise TypeError(
+                "a reference scores comparisons once: load_rows(data, model, preference_loss(…)) reads them"
+            )
+        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token))
 
 
 class Teacher(Scored):

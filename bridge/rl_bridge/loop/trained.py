@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
+from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_preference
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.policy_setup import (
     Coefficients,
@@ -22,7 +22,7 @@ from rl_bridge.algorithms.policy_setup import (
     require_parts,
 )
 from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
-from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
+from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.rows import supervised_row
@@ -42,8 +42,6 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, trained_part
 from rl_bridge.run.run import Stateful
 
-MOMENTUM = 0.9
-"""Momentum of BCO's shift, as the command has it."""
 _REMEMBERED = 64
 """Versions of a policy's weights, and so updates, that a batch may be drawn before."""
 _TERMS = ("kl", "reward_kl", "entropy")
@@ -58,7 +56,8 @@ class Policy(Scored):
     rollout its own workers, so that both can work at the same time; with ``turns=turns`` of one ``Turns()`` for all
     objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
-    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``.
+    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. What
+    could not be exported is refused at once, unless that was ``rehearsed`` before.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -89,11 +88,13 @@ class Policy(Scored):
         freeze: Sequence[str] = (),
         seed: int = 0,
         control: Mapping[str, rl_fn.Controller] | None = None,
+        rehearsed: bool = False,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
-        self.engines.rehearse_export(model.tokenizer, "input")
+        if not rehearsed:
+            self.engines.rehearse_export(model.tokenizer, "input")
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self._statistics: BatchStatistics | None = None
@@ -114,7 +115,7 @@ class Policy(Scored):
             self.engine = self.engines.supervised(optimizer, **options)
         elif isinstance(objective, ComparisonLoss):
             self.kind = "preference"
-            self._statistics = BatchStatistics(objective, MOMENTUM)
+            self._statistics = BatchStatistics(objective)
             self.engine = self.engines.preference(optimizer, objective, **options)
         else:
             self.kind = "policy"
@@ -191,6 +192,22 @@ class Policy(Scored):
         self._updates += 1
         self.remember()
         return Metrics(metrics, batch.tokens)
+
+    def held_out(self, batch: TokenBatch | PairBatch) -> dict[str, float]:
+        """The loss of rows that are held out under the present weights, and of comparisons the accuracy, with interval.
+
+        >>> held_out = load_rows("held_out.jsonl", model, NLL()).all()  # doctest: +SKIP
+        >>> run.log(policy.update(rows.batch(32)), policy.held_out(held_out))  # doctest: +SKIP
+
+        Raises:
+            TypeError: a batch of another kind than the objective learns from.
+        """
+        if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
+            return {"held_out_nll": held_out_nll(self.engine, batch)}
+        if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):
+            return evaluate_preference(self.engine, self.objective, batch)
+        way_on = "; groups have held_out()" if isinstance(self.objective, rl_fn.Objective) else ""
+        raise TypeError(f"{self.objective} is not measured on a {type(batch).__name__}{way_on}")
 
     @property
     def coefficients(self) -> dict[str, float]:

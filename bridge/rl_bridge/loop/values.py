@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import rl_fn
-from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update
+from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_reward_model
 from rl_bridge.algorithms.policy_training import critic_update, shares_of
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
@@ -14,11 +14,12 @@ from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
-from rl_bridge.loop.trained import MOMENTUM, require_no_temperature, selected
+from rl_bridge.loop.trained import require_no_temperature, selected
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.pipelines.training import LoRAOptions, trained_part
 
 
 class Critic(Scored):
@@ -81,7 +82,8 @@ class Critic(Scored):
 class RewardModel(Scored):
     """A model that learns rewards of compared completions: the trunk of ``model`` with a head of zeros.
 
-    The rows come first: they choose the token that the model's tokenizer pads with.
+    The rows come first: they choose the token that the model's tokenizer pads with. ``lora``, ``freeze``, ``seed`` and
+    ``rehearsed`` are those of ``Policy``.
 
     >>> loss = preference_loss("bradley_terry")  # doctest: +SKIP
     >>> rows = load_rows("pairs.jsonl", model, loss)  # doctest: +SKIP
@@ -104,13 +106,21 @@ class RewardModel(Scored):
         mesh: Mesh | None = None,
         scoring: ScoringConfig | None = None,
         parallel: ParallelConfig | None = None,
+        turns: Turns | None = None,
+        lora: LoRAOptions | None = None,
+        freeze: Sequence[str] = (),
+        seed: int = 0,
+        rehearsed: bool = False,
     ) -> None:
-        super().__init__(model, mesh, parallel)
+        super().__init__(model, mesh, parallel, turns=turns)
         self.loss, self.optimizer = loss, optimizer
+        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         require_no_temperature(scoring or ScoringConfig(), loss)
-        self.engines.trained = ValueSource(model.source, pad_token=model.pad_token)
-        self.engines.rehearse_export(model.tokenizer, "input")
-        self._statistics = BatchStatistics(loss, MOMENTUM)
+        self.engines.source = ValueSource(model.source, pad_token=model.pad_token)
+        self.engines.trained = trained_part(self.engines.source, self.lora, self.freeze, seed)
+        if not rehearsed:
+            self.engines.rehearse_export(model.tokenizer, "input")
+        self._statistics = BatchStatistics(loss)
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self.engine = self.engines.reward_model(optimizer, loss, **options)
 
@@ -119,6 +129,12 @@ class RewardModel(Scored):
         change(self)
         return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
 
+    def held_out(self, batch: PairBatch) -> dict[str, float]:
+        """The loss of comparisons that are held out under the present weights, and the accuracy with its interval."""
+        return evaluate_reward_model(self.engine, self.loss, batch)
+
     def settings(self) -> dict[str, Any]:
-        """The loss and the optimiser besides."""
-        return super().settings() | {"loss": repr(self.loss), "optimizer": asdict(self.optimizer)}
+        """The loss, the optimiser and the trained part besides."""
+        part = {"lora": asdict(self.lora)} if self.lora.rank else {}
+        part |= {"freeze": list(self.freeze)} if self.freeze else {}
+        return super().settings() | {"loss": repr(self.loss), "optimizer": asdict(self.optimizer), **part}

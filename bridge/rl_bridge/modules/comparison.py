@@ -37,6 +37,8 @@ UNMATCHED = ("aot_unpaired", "bco")
 """Their good and bad completions may belong to different prompts."""
 STATISTICS = ("kl", "delta")
 """Numbers of the whole batch, or of the batches before."""
+SHIFT_MOMENTUM = 0.9
+"""Momentum of the statistic ``delta`` from batch to batch."""
 
 _READS: dict[str, Callable[["_Inputs"], torch.Tensor | None]] = {
     "chosen": lambda x: x.values[:, 0],
@@ -79,6 +81,8 @@ class ComparisonLoss:
     """Whether the loss reads mean log-probabilities per token. None is the loss's own way."""
     wpo: bool = False
     """Weigh each comparison by how likely the policy is to write its completions (WPO's plain weights)."""
+    shift_momentum: float = SHIFT_MOMENTUM
+    """Momentum of BCO's shift, a moving mean of the rewards."""
 
     def __post_init__(self) -> None:
         """Refuse a name or a constant that there is not, and an average where the loss divides by lengths itself."""
@@ -90,6 +94,10 @@ class ComparisonLoss:
             raise ValueError(f"{self.name} does not take {', '.join(sorted(unknown))}")
         if self.average and any(name.endswith("_lengths") for name in reads(self.name)):
             raise ValueError(f"{self.name} divides by the lengths itself: average must be None or False")
+        if not 0 <= self.shift_momentum < 1:
+            raise ValueError(f"shift_momentum must be in [0, 1), got {self.shift_momentum}")
+        if "delta" not in self.statistics and self.shift_momentum != SHIFT_MOMENTUM:
+            raise ValueError(f"shift_momentum {self.shift_momentum} has no effect with {self.name}, which has no shift")
         self._require_constants()
 
     @property

@@ -42,7 +42,7 @@ from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, EnvironmentOptions, RolloutOptions
-from rl_bridge.pipelines.training import TrainingOptions, common_summary, load_model, load_rows, prepare_processes
+from rl_bridge.pipelines.training import TrainingOptions, load_model, load_rows, prepare_processes, summary_of
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.options import MAY_CHANGE, require_used
@@ -449,7 +449,8 @@ class PolicyStages:
             "sampled_gain": gain(after["sampled"], before["sampled"]),
             "seconds": round(self.run.seconds, 1),
             "objective": self.objective.explain(),
-            **common_summary(self.pipeline, self.source, self.engines, self.census),
+            **self.census.summary(),
+            **summary_of(self.pipeline, self.source, self.engines.notes),
         }
 
     def _critic(self, policy: TrainEngine, updates: int) -> TrainEngine:

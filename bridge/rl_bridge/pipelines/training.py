@@ -357,11 +357,10 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
-def common_summary(options: TrainingOptions, source: ModelSource, engines: Engines, census: Census) -> dict[str, Any]:
-    """The part of a summary that every run has."""
+def summary_of(options: TrainingOptions, source: ModelSource, notes: Sequence[str]) -> dict[str, Any]:
+    """The part of a summary that every run has, besides the census of its rows."""
     return {
-        **census.summary(),
-        "notes": engines.notes,
+        "notes": list(notes),
         "seed": options.seed,
         "parameters": parameters_of(source),
         "trained_parameters": trainable_parameters_of(options.trained(source)),

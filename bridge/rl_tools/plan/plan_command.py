@@ -8,17 +8,11 @@ from typing import Any
 
 from rl_bridge.common.files import write_json
 from rl_bridge.common.terminal import say
-from rl_bridge.data.rows import supervised_row
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import prompted
-from rl_bridge.pipelines.comparison import (
-    RewardModelPipeline,
-    load_data,
-)
 from rl_bridge.pipelines.policy import PolicyPipeline, rows_of
-from rl_bridge.pipelines.sft import SFTPipeline, encoded
 from rl_bridge.pipelines.training import load_model, load_rows
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
@@ -27,6 +21,8 @@ from rl_tools.plan.vllm_memory import engine_of
 from rl_tools.plan.workload import Workload, mesh_of, started_with
 from rl_tools.profile.live_bytes import COMPONENTS
 from rl_tools.profile.timeline import parse_bytes, shown_bytes
+from rl_train import compared, sft
+from rl_train.sft import SFTPipeline
 
 # Lengths of a run's rows: as the user says, or as the data has them.
 
@@ -90,14 +86,8 @@ def _of_supervision(
     else:
         source, trajectories, held_out, completions = _read(pipeline)
         prompt, new = _longest(trajectories)
-    if isinstance(pipeline, SFTPipeline):
-        rows = pipeline.sft.rows_per_step
-    elif isinstance(pipeline, RewardModelPipeline):
-        rows = pipeline.reward_model.rows_per_step
-    else:
-        rows = pipeline.preference.rows_per_step
     return source, Rows(
-        rows=rows,
+        rows=pipeline.rows_per_step,
         held_out=held_out,
         prompt_tokens=prompt_tokens or prompt,
         new_tokens=completion_tokens or new,
@@ -108,14 +98,13 @@ def _of_supervision(
 def _read(pipeline: Supervision) -> tuple[ModelSource, list[Trajectory], int, int]:
     """The new model, all completions of the data, how many rows are held out, completions of the widest row."""
     if isinstance(pipeline, SFTPipeline):
-        parts = load_rows(pipeline, (), supervised_row)
-        source, tokenizer = load_model(pipeline, [row for part in parts for row in part])
-        train, held_out = (encoded(source, tokenizer, part, **pipeline.reading())[0] for part in parts)
-        return source, [*train, *held_out], len(held_out), 1
-    data = load_data(pipeline, pipeline.loss.build())
-    examples = [*data.examples, *data.held_out]
+        inputs = sft.inputs_of(pipeline)
+        return inputs.model.source, [*inputs.rows.rows, *inputs.held_out.rows], len(inputs.held_out), 1
+    inputs = compared.inputs_of(pipeline, pipeline.loss.build())
+    examples = [*inputs.rows.rows, *inputs.held_out.rows]
     trajectories = [trajectory for example in examples for trajectory in example.completions]
-    return data.source, trajectories, len(data.held_out), max(len(example.completions) for example in examples)
+    widest = max(len(example.completions) for example in examples)
+    return inputs.model.source, trajectories, len(inputs.held_out), widest
 
 
 def _longest(trajectories: Iterable[Trajectory]) -> tuple[int, int]:

@@ -8,23 +8,14 @@ import torch
 from safetensors import safe_open
 
 import rl_fn
-from rl_bridge.algorithms.comparison_training import (
-    PreferenceConfig,
-    RewardModelConfig,
-    train_preference,
-    train_reward_model,
-)
-from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
-from rl_bridge.data.examples import Example
+from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
-from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.run.run import Run
 from tests.bridge.algorithms.fake_engines import FakePolicy, longest_is_best, run_loop
 
 STEPS, ROW = 6, single_turn([2, 3], [4, 5])
-COUNTS = {"steps": STEPS, "rows_per_step": 2, "evaluate_every": STEPS}
 
 
 @dataclass(frozen=True)
@@ -60,25 +51,15 @@ def policy_loop(run, engine, critic=None, updates=1):
 
 
 def supervised_loop(run, engine):
-    train_sft(run, engine, RowStream([ROW], 0), lambda row: row, SFTConfig(**COUNTS), pad_token_id=0)
-
-
-def comparison_loop(train, config, name):
-    def loop(run, engine):
-        stream = RowStream([Example(completions=(ROW, ROW), ref_logprobs=(-1.0, -2.0))], 0)
-        loss = ComparisonLoss(name=name, constants={})
-        train(run, engine, stream, loss, config(**COUNTS), evaluate=dict, pad_token_id=0)
-
-    return loop
+    config = WarmStart(steps=STEPS, rows_per_step=2)
+    train_sft(run, engine, RowStream([ROW], 0), lambda row: row, config, pad_token_id=0)
 
 
 LOOPS = {
     "policy": policy_loop,
     "several updates a step": lambda run, engine: policy_loop(run, engine, updates=2),
     "critic": lambda run, engine: policy_loop(run, FakeEngine(), critic=engine),
-    "sft": supervised_loop,
-    "reward model": comparison_loop(train_reward_model, RewardModelConfig, "bradley_terry"),
-    "preference": comparison_loop(train_preference, PreferenceConfig, "dpo"),
+    "warm start": supervised_loop,
 }
 
 

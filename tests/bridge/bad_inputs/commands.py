@@ -34,7 +34,7 @@ TUNE = TUNE.replace("--name first", "--name study")
 CASES = [
     ("no command", "trian sft", None, ("trian", "train")),
     ("no trainer", "train stf", None, ("stf", "sft")),
-    ("an unknown option", f"{SFT} --sft.step 3", None, ("--sft.step", "--sft.steps")),
+    ("an unknown option", f"{SFT} --step 3", None, ("--step", "--steps")),
     ("an unknown option with =", f"{SFT} --dta=sums.jsonl", None, ("--dta", "--data")),
     ("a word too many", f"{SFT} extra", None, ("extra",)),
     ("a value for a switch", f"{SFT} --packing True", None, ("True",)),
@@ -59,7 +59,7 @@ CASES = [
     ("a file within the output", changed(SFT, "--output sums.jsonl/runs"), None, ("sums.jsonl",)),
     ("nothing to resume", f"{SFT} --resume", None, ("runs/first", "resume")),
     ("nothing to resume anyway", f"{SFT} --resume-anyway", None, ("runs/first", "resume")),
-    ("resumed with another option", changed(SFT, "--output done", "--sft.rows-per-step 3") + " --resume", None, ("rows-per-step", "2", "3")),
+    ("resumed with another option", changed(SFT, "--output done", "--rows-per-step 3") + " --resume", None, ("rows-per-step", "2", "3")),
     ("resumed with other data", changed(SFT, "--output done") + " --resume", lambda f: (f / "sums.jsonl").open("a").write('{"prompt": "1", "response": "2"}\n'), ("data", "another one")),
     ("resumed without its config", changed(SFT, "--output done") + " --resume", damaged("metrics.jsonl", "{"), ("metrics.jsonl",)),
     ("two algorithms", f"{POLICY} objective:grpo objective:gspo", None, ("objective:gspo",)),

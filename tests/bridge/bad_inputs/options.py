@@ -64,7 +64,7 @@ objective.clip-high objective.clip-low objective.coef objective.cov-low objectiv
 objective.fraction objective.gamma objective.k-neg objective.k-pos objective.kl-coef objective.kl.coef objective.lam
 objective.lambda-neg objective.lambda-pos objective.positive-coef objective.weight optimizer.beta1 optimizer.beta2
 optimizer.final optimizer.initial optimizer.warmup optimizer.weight-decay policy.correct-reward policy.critic-warmup
-policy.least-effective-share policy.overlong-buffer policy.scalar.rho preference.shift-momentum reward-weights samples-every seed
+policy.least-effective-share policy.overlong-buffer policy.scalar.rho loss.shift-momentum reward-weights samples-every seed
 system-every
 """.split()
 MAY_BE_NEGATIVE = """
@@ -115,10 +115,10 @@ def generated() -> list[Case]:
 
 def listed() -> list[tuple[str, str, str, tuple[str, ...]]]:
     """(Option, a trainer that has it, its recipe, wrong values) of all options that take numbers, each once."""
-    from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
     from rl_bridge.pipelines.objective_options import ALGORITHMS
     from rl_tools.trainers import TRAINERS as TABLE
     from rl_tools.trainers import load, options_of
+    from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 
     made = {k.replace("_", "-"): v for t in (ALGORITHMS, LOSSES, REWARD_MODEL_LOSSES) for k, v in t.items()}
     having: dict = {}

@@ -11,13 +11,14 @@ from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.chat_templates import rendered, use_template
 from rl_bridge.models.pretrained import new_for_rows
 from rl_bridge.models.row_checks import check_rows, supervised
-from rl_bridge.pipelines.comparison import PreferencePipeline, load_comparisons
-from rl_bridge.pipelines.sft import SFTPipeline
 from rl_bridge.pipelines.training import load_rows
 from rl_bridge.rewards.sources import exact_match
 from rl_bridge.run.run import open_run
 from rl_tools.report.run_files import read_run
 from rl_tools.report.sections import warnings_of
+from rl_train.compared import load_comparisons
+from rl_train.preference import PreferencePipeline
+from rl_train.sft import SFTPipeline
 
 USER, SAID = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -17,12 +17,12 @@ from rl_bridge.data.comparisons import comparison_of
 from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.pipelines.sft import SFTPipeline
 from rl_bridge.run.provenance import of_rows
 from rl_bridge.run.recorder import Recorder
 from rl_tools.report.page import content, page
 from rl_tools.report.run_files import read_run
 from rl_tools.tune.journal import Journal, read_journal
+from rl_train.sft import SFTPipeline
 
 HALF, OTHER_HALF = "\ud83d", "\ude00"
 USER, SAID = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}

@@ -19,11 +19,11 @@ from rl_bridge.data.trajectory import Request, SamplingParams, requests_of
 from rl_bridge.data.unread_keys import MESSAGE_KEYS, ROW_KEYS, TRIES, remark_on_keys
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import Interact
+from rl_bridge.loop.encoded import remark_on_unread
 from rl_bridge.models.chat_templates import rendered
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.row_checks import prompted, supervised
 from rl_bridge.models.turn_template import TurnTemplate
-from rl_bridge.pipelines.comparison import remark_on_unread
 from rl_bridge.rewards.rewards import _trials
 from rl_bridge.rewards.scoring_models import RewardModel, prompt_text
 from rl_bridge.rollout.conversations import Conversation, Limits, Opening

@@ -18,7 +18,6 @@ import torch
 import rl_bridge
 import rl_fn
 from rl_bridge.algorithms.comparison_training import accumulate
-from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.models.model_source import ValueSource
@@ -29,8 +28,8 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.modules.value import ValueModule
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_fn import components
+from rl_train.sft import SFTPipeline, run_sft
 from tests.support.comparisons import random_comparisons
 
 NUMBER, COLUMNS, VOCABULARY, COMMON = 11, 24, 20, 6
@@ -188,7 +187,9 @@ def run(case, data):
 def supervised_run(folder):
     """The metrics of a whole run of supervised fine-tuning on all workers of this job."""
     pipeline = SFTPipeline(
-        sft=SFTConfig(steps=4, rows_per_step=8, evaluate_every=2),
+        steps=4,
+        rows_per_step=8,
+        evaluate_every=2,
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup=0),
         micro_batch_tokens=24,
         held_out=7,

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge.algorithms import comparison_training, policy_training, supervised_training
-from rl_bridge.algorithms.supervised_training import SFTConfig, train_sft
+from rl_bridge.algorithms import policy_training, supervised_training
+from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import TrainEngine
@@ -225,19 +225,15 @@ def test_memory_does_not_grow_over_the_steps_of_a_training():
     source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
     made = TrainEngine(lambda: SupervisedModule(source, OptimizerConfig(learning_rate=1e-2), updates=30)).build()
     run, stream = Steps(seen), RowStream([[2, 3, 4, 5], [6, 7, 8, 1]], seed=0)
-    train_sft(run, made, stream, encoded, SFTConfig(steps=30, rows_per_step=2), pad_token_id=0)  # type: ignore[arg-type]
+    train_sft(run, made, stream, encoded, WarmStart(steps=30, rows_per_step=2), pad_token_id=0)  # type: ignore[arg-type]
     made.release()
     assert len(seen) == 60 and run.alive == [0] * 30
 
 
-@pytest.mark.parametrize("loop", ["train_policy", "train_sft", "train_preference", "train_reward_model"])
+@pytest.mark.parametrize("loop", ["train_policy", "train_sft"])
 def test_every_trainers_loop_is_in_charge_of_the_collector(loop: str, monkeypatch: pytest.MonkeyPatch):
     """The loop is called with nothing: what it does before it fails is to switch the collector off."""
-    train = next(
-        getattr(module, loop)
-        for module in (policy_training, supervised_training, comparison_training, comparison_training)
-        if hasattr(module, loop)
-    )
+    train = next(getattr(module, loop) for module in (policy_training, supervised_training) if hasattr(module, loop))
     switched: list[bool] = []
     monkeypatch.setattr(gc, "disable", lambda: switched.append(True))
     with pytest.raises(TypeError, match="missing"):

@@ -7,9 +7,9 @@ import pytest
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.comparisons import comparison_of
 from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.loop.encoded import remark_on_unread
 from rl_bridge.models.encoding import encode_completion, encode_row
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
-from rl_bridge.pipelines.comparison import remark_on_unread
 from tests.support.chat_templates import CHATML, GEMMA, LLAMA3, THOUGHTS, bytes_tokenizer
 
 BESIDE = "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"

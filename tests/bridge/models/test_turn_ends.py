@@ -192,8 +192,8 @@ def base(tmp_path):
 
 
 SHORT = {
-    "sft": ["--sft.steps", 1, "--sft.rows-per-step", 2],
-    "preference": ["--preference.steps", 1, "--preference.rows-per-step", 2],
+    "sft": ["--steps", 1, "--rows-per-step", 2],
+    "preference": ["--steps", 1, "--rows-per-step", 2],
     "policy": [
         *("--sft.steps", 0, "--policy.steps", 1, "--policy.prompts-per-step", 1),
         *("--policy.responses-per-prompt", 2, "--policy.sampling.max-new-tokens", 4),

@@ -201,7 +201,7 @@ def raises(*_):
 
 def comparison(engine, batch):
     loss = ComparisonLoss(name="dpo", constants={})
-    return comparison_update(engine, loss, batch, BatchStatistics(loss, 0.9))
+    return comparison_update(engine, loss, batch, BatchStatistics(loss))
 
 
 UPDATES = {

@@ -49,7 +49,7 @@ POLICY = {
     "--held-out": 4,
     "--samples-every": 1,
 }
-SFT = {"--sft.steps": 2, "--sft.rows-per-step": 4, "--sft.evaluate-every": 1, "--checkpoint-every": 1, "--held-out": 4}
+SFT = {"--steps": 2, "--rows-per-step": 4, "--evaluate-every": 1, "--checkpoint-every": 1, "--held-out": 4}
 REWARD = """
 NAMES = {"größe", "weiß", "ß"}  # A reward may read its set in any order.
 

@@ -6,23 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from rl_bridge.algorithms.comparison_training import PreferenceConfig, RewardModelConfig
-from rl_bridge.algorithms.supervised_training import SFTConfig, WarmStart
+from rl_bridge.algorithms.supervised_training import WarmStart
 from rl_bridge.data.census import Census, SourceCensus
 from rl_bridge.data.rows import RowStream
-from rl_bridge.pipelines.comparison import (
-    PreferencePipeline,
-    RewardModelPipeline,
-    loss_options,
-    run_preference,
-    run_reward_model,
-)
 from rl_bridge.pipelines.policy import run_policy
 from rl_bridge.pipelines.policy_configs import quickstart
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.run.run import DryRun
 from rl_tools.report.page import content
 from rl_tools.report.run_files import read_run
+from rl_train.compared import loss_options
+from rl_train.preference import PreferencePipeline, run_preference
+from rl_train.reward_model import RewardModelPipeline, run_reward_model
+from rl_train.sft import SFTPipeline, run_sft
 
 LONG, LIMIT = "1" * 40, 20
 STEP = 2
@@ -55,21 +50,19 @@ def mixed(prompt, right, wrong):
 
 
 def sft(**options):
-    return run_sft, SFTPipeline(sft=SFTConfig(steps=1, rows_per_step=STEP), **options)
+    return run_sft, SFTPipeline(steps=1, rows_per_step=STEP, **options)
 
 
 def preference(loss):
     def pipeline(**options):
-        config = PreferenceConfig(steps=1, rows_per_step=STEP)
-        return run_preference, PreferencePipeline(preference=config, loss=loss_options(loss), **options)
+        return run_preference, PreferencePipeline(steps=1, rows_per_step=STEP, loss=loss_options(loss), **options)
 
     return pipeline
 
 
 def reward_model(loss):
     def pipeline(**options):
-        config = RewardModelConfig(steps=1, rows_per_step=STEP)
-        return run_reward_model, RewardModelPipeline(reward_model=config, loss=loss_options(loss), **options)
+        return run_reward_model, RewardModelPipeline(steps=1, rows_per_step=STEP, loss=loss_options(loss), **options)
 
     return pipeline
 
@@ -187,17 +180,16 @@ def test_the_numbers_are_those_of_the_stream_in_the_summary_and_in_the_report(
     command, tmp_path, monkeypatch, model_folder
 ):
     make, form = COMMANDS[command]
-    streams = []
-    begin = RowStream.__init__
+    streams, take = {}, RowStream.take
     monkeypatch.setattr(
-        RowStream, "__init__", lambda stream, rows, seed: (streams.append(rows), begin(stream, rows, seed))[1]
+        RowStream, "take", lambda stream, count: (streams.update({id(stream): stream._rows}), take(stream, count))[1]
     )
     data = written(tmp_path / "rows.jsonl", rows_of(form, 12, twice=8, long=2))
     limit = {} if command in WITHOUT_LIMIT else {"max_length": LIMIT}
     output = {"output": tmp_path / "runs", "name": "run", "checkpoint_every": 9}
     run, pipeline = make(data=data, model=str(model_folder), held_out=4, threads=1, **limit, **output)
     summary = run(pipeline)
-    (rows,) = streams
+    (rows,) = streams.values()
     census = summary["census"]["data"]
     # A pair is two examples of KTO, and a single completion one.
     examples = {"kto of both": 3 / 2}.get(command, 1)
@@ -227,23 +219,17 @@ def test_too_few_rows_for_a_step_end_the_run_by_name(command, tmp_path, model_fo
         match = "more than 20 tokens .--max-length"
     data = written(tmp_path / "rows.jsonl", rows)
     run, pipeline = make(data=data, model=str(model_folder), threads=1, dry_run=True, **options)
-    steps = {
-        name: replace(getattr(pipeline, name), **{rows_: 9}) for name, rows_ in PER_STEP if hasattr(pipeline, name)
-    }
+    parts = [(name, option) for name, option in PER_STEP if hasattr(pipeline, name)]
+    steps = {name: replace(getattr(pipeline, name), **{option: 9}) for name, option in parts} or {"rows_per_step": 9}
     left = rf"rows\.jsonl: of {len(rows)} rows \d are left to train on( as \d examples)?, and one step takes 9 "
     with pytest.raises(ValueError, match=rf"{left}.*{match}"):
         run(replace(pipeline, **steps))
 
 
-PER_STEP = [
-    ("sft", "rows_per_step"),
-    ("preference", "rows_per_step"),
-    ("reward_model", "rows_per_step"),
-    ("policy", "prompts_per_step"),
-]
+PER_STEP = [("sft", "rows_per_step"), ("policy", "prompts_per_step")]
 
 
 def test_few_rows_of_which_none_is_left_out_are_trained_on_again(tmp_path, monkeypatch, model_folder):
     run, pipeline = sft(data=written(tmp_path / "rows.jsonl", rows_of(of_answers, 4)), model=str(model_folder))
-    few = replace(pipeline, held_out=2, sft=replace(pipeline.sft, rows_per_step=8))
+    few = replace(pipeline, held_out=2, rows_per_step=8)
     assert settled(run, few, monkeypatch).summary()["rows"] == 2

@@ -27,8 +27,8 @@ def chain(folder, start):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model, judge = folder / "demonstrated" / "model", folder / "judged" / "model"
     data = {"data": folder / "rows.jsonl"}
-    run(folder, "sft", name="demonstrated", model=start, **data, **{"sft.steps": 2, "sft.rows-per-step": 8})
-    compared = {"data": folder / "pairs.jsonl", "reward-model.steps": 3, "reward-model.rows-per-step": 8}
+    run(folder, "sft", name="demonstrated", model=start, **data, **{"steps": 2, "rows-per-step": 8})
+    compared = {"data": folder / "pairs.jsonl", "steps": 3, "rows-per-step": 8}
     run(folder, "reward-model", name="judged", model=model, **compared)
     options = {"sft.steps": 0, "policy.steps": 2, "policy.prompts-per-step": 4, "policy.responses-per-prompt": 2}
     options |= {"critic.model": judge, "objective.kl.place": "reward", "objective.kl.coef": 1.0}

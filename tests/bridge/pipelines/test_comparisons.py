@@ -24,10 +24,11 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES, REWARD_LOSSES, constants_of
-from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES, PreferencePipeline, loss_options
 from rl_bridge.rewards import load
 from rl_bridge.run.run import Run
 from rl_tools.cli import main
+from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES, loss_options
+from rl_train.preference import PreferencePipeline
 from tests.support.chat_templates import bytes_tokenizer
 from tests.support.results import metrics
 
@@ -53,7 +54,7 @@ def words(tmp_path, model_folder):
     def of(trainer, form, name, *more, **changes):
         data = tmp_path / f"{form}.jsonl"
         data.write_text("\n".join(map(json.dumps, ROWS[form])))
-        steps = {f"--{trainer}.steps": 3, f"--{trainer}.rows-per-step": 5, f"--{trainer}.evaluate-every": 2}
+        steps = {"--steps": 3, "--rows-per-step": 5, "--evaluate-every": 2}
         options = {**COMMON, **steps, "--data": data, "--model": model_folder, "--output": tmp_path, "--name": name}
         options |= {"--optimizer.learning-rate": 0.01, **changes}
         loss = [word for word in more if word.startswith("loss:")]
@@ -266,7 +267,7 @@ def test_a_hybrid_begins_as_its_reference_and_the_record_says_that_rows_are_padd
         initializer_range=0.5,
     )
     save_pretrained(tmp_path / "lfm2", Lfm2ForCausalLM(config), tokenizer)
-    changes = {"--model": tmp_path / "lfm2", "--preference.steps": 1}
+    changes = {"--model": tmp_path / "lfm2", "--steps": 1}
     folder = run_to_end(words("preference", "pairs", "hybrid", "loss:dpo", **changes))
     (record,) = [line for line in metrics(folder) if "stage" in line]
     assert record["loss"] == pytest.approx(0.693147, rel=1e-5) and record["margin"] == pytest.approx(0, abs=1e-5)

@@ -14,9 +14,9 @@ PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "7+7"} f
 POLICY = ("--sft.steps", "0", "--policy.steps", "1", "--policy.prompts-per-step", "2")
 POLICY += ("--policy.responses-per-prompt", "2", "--policy.sampling.max-new-tokens", "3")
 STEPS = {
-    "sft": ("--sft.steps", "1", "--sft.rows-per-step", "2"),
-    "preference": ("--preference.steps", "1", "--preference.rows-per-step", "2"),
-    "reward-model": ("--reward-model.steps", "1", "--reward-model.rows-per-step", "2"),
+    "sft": ("--steps", "1", "--rows-per-step", "2"),
+    "preference": ("--steps", "1", "--rows-per-step", "2"),
+    "reward-model": ("--steps", "1", "--rows-per-step", "2"),
     "policy": POLICY,
 }
 GENERATION = {"temperature": 0.6, "top_p": 0.9}

@@ -9,18 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_bridge.algorithms.comparison_training import PreferenceConfig
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.supervised_training import SFTConfig
 from rl_bridge.common.user_files import content_of, sources_of
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
-from rl_bridge.pipelines.comparison import PreferencePipeline, run_preference
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
 from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_bridge.run.provenance import of_folder
+from rl_train.preference import PreferencePipeline, run_preference
+from rl_train.sft import SFTPipeline, run_sft
 from tests.support.own_models import Bigram, tokenizer
 
 REWARD = "import helper\n\ndef score(completion, row):\n    from package.inner import half\n    return half(row)\n"
@@ -159,7 +157,8 @@ def test_preference(inputs):
         model=str(inputs / "base"),
         data=str(inputs / "pairs.jsonl"),
         held_out=2,
-        preference=PreferenceConfig(steps=1, rows_per_step=2),
+        steps=1,
+        rows_per_step=2,
     )
     every_change_is_refused(run_preference, pipeline, inputs, PREFERENCE)
 
@@ -179,7 +178,8 @@ def test_a_model_class_its_weights_its_tokenizer_and_the_readers(inputs):
         weights=inputs / "own.safetensors",
         data=f"{inputs / 'reading.py'}:rows",
         eval_data=f"{inputs / 'holding.py'}:rows",
-        sft=SFTConfig(steps=1, rows_per_step=2),
+        steps=1,
+        rows_per_step=2,
     )
     every_change_is_refused(run_sft, pipeline, inputs, OWN)
 

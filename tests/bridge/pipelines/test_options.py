@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.comparison import LOSSES, REWARD_MODEL_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_bridge.pipelines.policy import rows_of
 from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_tools.trainers import TRAINERS, load, parse
+from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 
 
 def _has_float(kind):
@@ -71,9 +71,9 @@ USELESS = [
     ("policy", {"environment_timeout": 9.0}, "without --environment"),
     ("policy", {"environment_processes": 2}, "without --environment"),
     ("sft", {"held_out": 7, "eval_data": "x.jsonl"}, "beside --eval-data x.jsonl"),
-    ("sft", {"sft.steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
-    ("preference", {"preference.steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
-    ("reward-model", {"reward_model.steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
+    ("sft", {"steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
+    ("preference", {"steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
+    ("reward-model", {"steps": 7, "epochs": 1.0}, "beside --epochs 1.0"),
     ("preference", {"cache_reference": False, "loss": SIMPO}, "with loss:simpo, which has no reference"),
     ("policy", {"policy.pass_samples": 4}, "without --policy.pass-at"),
     ("policy", {"policy.least_effective_share": 0.4}, "without --policy.recompute-old-logprobs"),

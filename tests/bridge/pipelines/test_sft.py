@@ -23,9 +23,9 @@ TEMPLATE = (
     "{{ 'a' if add_generation_prompt }}"
 )
 OPTIONS = {
-    "--sft.steps": 6,
-    "--sft.rows-per-step": 8,
-    "--sft.evaluate-every": 2,
+    "--steps": 6,
+    "--rows-per-step": 8,
+    "--evaluate-every": 2,
     "--held-out": 6,
     "--optimizer.learning-rate": 0.01,
     "--optimizer.warmup": 0,
@@ -92,7 +92,7 @@ def by_hand(folder, row):
 def test_a_run_lowers_the_loss_and_exports_its_best_model(words, tmp_path, rows):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(conversation(9, 3)) + "\n")
-    folder = ended(words("run", **{"--eval-data": held, "--held-out": 100, "--sft.steps": 7}))
+    folder = ended(words("run", **{"--eval-data": held, "--held-out": 100, "--steps": 7}))
     log, found = metrics(folder), summary(folder)
     assert [line["step"] for line in log if "held_out_nll" in line] == [1, 3, 5, 6]
     measured = [line["held_out_nll"] for line in log if "held_out_nll" in line]
@@ -166,8 +166,8 @@ def test_weights_in_host_memory_change_nothing(words):
         (("--freeze", "model.embed_token.weight"), "near names are model.embed_tokens.weight"),
         (("--freeze", "*"), "leave no parameter to train"),
         (("--max-length", 3), "all of 34 rows are longer than max_length 3"),
-        (("--sft.steps", 0), "need sft.steps ≥ 1, got 0"),
-        (("--sft.rows-per-step", 0), "need rows_per_step ≥ 1"),
+        (("--steps", 0), "counts must be ≥ 1, got steps=0"),
+        (("--rows-per-step", 0), "counts must be ≥ 1, got steps=6, rows_per_step=0"),
         (("--lora.alpha", 3.0), "--lora.alpha 3.0 has no effect without a --lora.rank of at least 1"),
         (("--epochs", 0.0), "need epochs > 0"),
         (("--offload", "never"), "invalid choice"),
@@ -185,7 +185,7 @@ def test_options_that_cannot_be_are_refused(words, capsys, more, message):
 
 
 def test_epochs_and_lengths(words):
-    few = {"--sft.steps": 200, "--sft.rows-per-step": 4}
+    few = {"--steps": 200, "--rows-per-step": 4}
     folder = ended(words("epochs", "--epochs", 1.5, "--max-length", 15, **few))
     found = summary(folder)
     # 34 rows are left to train on; a conversation of two digits in the first number is longer than 15 tokens.
@@ -246,9 +246,9 @@ def test_a_chat_template_of_a_file_is_used_exported_and_compared(tmp_path, words
     assert main(words("none", **{"--model": plain})) == 1
     assert "--chat-template FILE gives it one" in capsys.readouterr().err
     file.write_text(TEMPLATE)
-    options = {"--model": plain, "--chat-template": file, "--sft.steps": 2, "--checkpoint-every": 1}
+    options = {"--model": plain, "--chat-template": file, "--steps": 2, "--checkpoint-every": 1}
     given = ended(words("given", **options))
-    own = ended(words("own", **{"--sft.steps": 2}))
+    own = ended(words("own", **{"--steps": 2}))
     assert [record["nll"] for record in metrics(given)] == [record["nll"] for record in metrics(own)]
     assert AutoTokenizer.from_pretrained(given / "model").chat_template == TEMPLATE
     # A file that was moved is the same; another text is not.

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.pipelines.comparison import PreferencePipeline, RewardModelPipeline, run_preference, run_reward_model
-from rl_bridge.pipelines.sft import SFTPipeline, run_sft
 from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.steps import SUPERVISION_PHASES
 from rl_tools.profile.profiler import MemoryProfiler
+from rl_train.preference import PreferencePipeline, run_preference
+from rl_train.reward_model import RewardModelPipeline, run_reward_model
+from rl_train.sft import SFTPipeline, run_sft
 from tests.bridge.tools.plan.measured_runs import peaks
 from tests.bridge.tools.plan.supervised_runs import PAIRS, ROWS, TOKENS, common
 
@@ -36,14 +37,14 @@ def counts(config: Any) -> Any:
 
 def test_the_plan_of_a_supervised_run_is_within_five_percent_of_its_memory(tmp_path):
     start = SFTPipeline(**common(tmp_path, ROWS), micro_batch_tokens=4 * TOKENS)
-    run_sft(replace(start, sft=counts(start.sft)), [MemoryProfiler()])
+    run_sft(counts(start), [MemoryProfiler()])
     agree(tmp_path)
 
 
 @pytest.mark.slow
 def test_the_plan_of_a_reward_models_run_is_within_five_percent_of_its_memory(tmp_path):
     start = RewardModelPipeline(**common(tmp_path, PAIRS), micro_batch_tokens=4 * TOKENS)
-    run_reward_model(replace(start, reward_model=counts(start.reward_model)), [MemoryProfiler()])
+    run_reward_model(counts(start), [MemoryProfiler()])
     agree(tmp_path)
 
 
@@ -51,5 +52,5 @@ def test_the_plan_of_a_reward_models_run_is_within_five_percent_of_its_memory(tm
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_plan_of_a_preference_run_is_within_five_percent_of_its_memory(tmp_path, cached: bool):
     start = PreferencePipeline(**common(tmp_path, PAIRS), micro_batch_tokens=4 * TOKENS, cache_reference=cached)
-    run_preference(replace(start, preference=counts(start.preference)), [MemoryProfiler()])
+    run_preference(counts(start), [MemoryProfiler()])
     agree(tmp_path)

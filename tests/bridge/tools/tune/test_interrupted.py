@@ -17,7 +17,7 @@ from tests.support.processes import gone
 ROOT = Path(__file__).parents[4]
 STEPS, REACHED = 100, 30
 NEVER = 10_000
-TINY = {"sft.steps": STEPS, "sft.rows-per-step": 1, "sft.evaluate-every": NEVER, "held-out": 4, "threads": 1}
+TINY = {"steps": STEPS, "rows-per-step": 1, "evaluate-every": NEVER, "held-out": 4, "threads": 1}
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 20) for b in range(10, 20)]
 # The second trial is the one that is interrupted, after the first has ended.
 WORDS = ["sft", "--space.optimizer.learning-rate", "log:1e-4..1e-2", "--trials", "2", "--minimize", "held_out_nll"]

@@ -1,0 +1,100 @@
+"""Options and inputs that the recipes which learn from rows alone share: imitation, preferences, reward models."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rl_bridge.common.terminal import given
+from rl_bridge.data.census import Census
+from rl_bridge.engines.engine import Turns
+from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.data import Model, Rows
+from rl_bridge.loop.scored import AdamW, Scored
+from rl_bridge.models.export_rehearsal import rehearse_export
+from rl_bridge.models.exported_files import export_types
+from rl_bridge.models.model_source import ModelSource
+from rl_bridge.pipelines.training import TrainingOptions, prepare_processes, summary_of
+from rl_bridge.run.options import require_used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The model that a recipe starts from, and its rows as the loss reads them."""
+
+    model: Model
+    rows: Rows
+    held_out: Rows
+    census: Census
+    fingerprints: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(TrainingOptions):
+    """One step is one update on ``rows_per_step`` rows."""
+
+    steps: int = 200
+    """Updates."""
+    rows_per_step: int = 64
+    """Rows of an update."""
+    evaluate_every: int = 25
+    """Steps from one measurement on the held-out rows to the next."""
+    epochs: float | None = None
+    """Passes over the rows, in place of ``steps``."""
+    apply_chat_template: bool = True
+    """Render messages by the tokenizer's template. False concatenates their contents, and ends each turn of the
+    assistant with the end-of-sequence token."""
+    max_length: int | None = None
+    """Rows with more tokens, prompt included, are left out, and counted. None keeps them all."""
+
+    def __post_init__(self) -> None:
+        """Refuse counts that train nothing, and steps beside epochs."""
+        super().__post_init__()
+        if min(self.steps, self.rows_per_step, self.evaluate_every) < 1:
+            raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
+        if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
+            raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
+        if self.epochs is not None:
+            require_used(self, ("steps",), f"beside --epochs {self.epochs}")
+
+    def steps_for(self, rows: int) -> int:
+        """Updates for so many rows: ``steps``, or what the epochs take, the last one rounded up."""
+        return self.steps if self.epochs is None else math.ceil(self.epochs * rows / self.rows_per_step)
+
+    def due(self, step: int, steps: int) -> bool:
+        """Whether the held-out rows are measured after this step: every ``evaluate_every``, and after the last one."""
+        return (step + 1) % self.evaluate_every == 0 or step + 1 == steps
+
+    def reading(self) -> dict[str, Any]:
+        """How rows become tokens: arguments of ``encoded``."""
+        return {"apply_chat_template": self.apply_chat_template, "max_length": self.max_length}
+
+    def begin(self) -> None:
+        """Make the processes of the run, and set their threads and seeds. Comes before a model is made."""
+        prepare_processes(self, self.start())
+
+    def rehearse(self, model: Model, source: ModelSource | None = None) -> None:
+        """Refuse, before a run begins, what could not be exported after it. ``source``: a model's with another head."""
+        source = model.source if source is None else source
+        rehearse_export(self.trained(source), model.tokenizer, export_types(source, self.export_dtype))
+
+    def adamw(self, steps: int) -> AdamW:
+        """The optimiser with the length of its schedule."""
+        return AdamW(**asdict(self.optimizer), total=steps)
+
+    def shared(self) -> dict[str, Any]:
+        """Arguments of the trained model and of a reference: workers, precision, memory."""
+        return {
+            "mesh": self.mesh.of(len(current_executor().slots)),
+            "scoring": self.scoring(),
+            "parallel": self.parallel(),
+            "turns": Turns() if self.offload == "phases" else None,
+        }
+
+    def trained_part(self) -> dict[str, Any]:
+        """Arguments of the trained model alone; its export was rehearsed."""
+        return {"lora": self.lora, "freeze": self.freeze, "seed": self.seed, "rehearsed": True}
+
+    def about(self, trained: Scored, *others: Scored) -> dict[str, Any]:
+        """The part of a summary that every run has."""
+        notes = dict.fromkeys(note for scored in (*others, trained) for note in scored.engines.notes)
+        return summary_of(self, trained.engines.source, list(notes))
