@@ -59,8 +59,8 @@ class _Call:
                 self._loop.doubtful.add(self)
             if self._loop is not None and self._task is not None:
                 self._loop.events.call_soon_threadsafe(self._task.cancel)
-            elif inspect.iscoroutine(self._awaitable):
-                self._awaitable.close()
+            else:
+                drop(self._awaitable)
 
     def _begin(self, loop: "_Loop") -> None:
         with self._lock:
@@ -223,6 +223,23 @@ def run(awaitable: Awaitable[Any], kind: Kind, seconds: float | None = None, amo
     if error is not None:
         raise error
     return value
+
+
+def drop(awaitable: Any) -> None:
+    """End a coroutine that has not begun, with those that it was to await: Python warns of each that nobody awaits.
+
+    >>> async def inner(): ...
+    >>> async def outer(other): await other
+    >>> awaited = inner()
+    >>> drop(outer(awaited))
+    >>> inspect.getcoroutinestate(awaited)
+    'CORO_CLOSED'
+    """
+    if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
+        values = list(inspect.getcoroutinelocals(awaitable).values())
+        awaitable.close()
+        for value in values:
+            drop(value)
 
 
 def run_in_order(awaitables: Sequence[Awaitable[Any]], kind: Kind) -> Iterator[Outcome]:

@@ -134,6 +134,7 @@ class ThreadedSteps:
 
     def _awaited(self, value: Awaitable[Any]) -> Any:
         if self._closed:
+            event_loop.drop(value)
             raise RuntimeError("the conversations of this environment are over")
         # ``finished`` gives the call up at its limit. This thread ends soon after.
         return event_loop.run(value, "environment", self._limit + 1, self._coroutines)

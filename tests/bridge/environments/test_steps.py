@@ -1,7 +1,10 @@
 import asyncio
 import concurrent.futures
+import contextlib
+import gc
 import threading
 import time
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -340,3 +343,75 @@ def test_what_is_no_number_of_a_step_is_refused(fields):
     )
     with pytest.raises(ValueError, match=expected):
         session.step([])
+
+
+def nested():
+    """A coroutine with two inside, none of which has begun."""
+
+    async def innermost():
+        return 1
+
+    async def inner(other):
+        return await other
+
+    async def outer():
+        return await held
+
+    held = inner(innermost())
+    return outer()
+
+
+def never_awaited(act):
+    """Warnings of coroutines that nobody awaits, while ``act`` runs and what it leaves is collected."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+        gc.collect()
+    return [str(one.message) for one in caught if "never awaited" in str(one.message)]
+
+
+def test_a_coroutine_that_comes_after_the_end_leaves_no_warning():
+    """A step that returns while the conversations end, as where another one cannot be called in a thread."""
+    over, ended = threading.Event(), threading.Event()
+
+    def late():
+        over.wait(30)
+        return nested()
+
+    def act():
+        with ThreadedSteps(limit=30) as steps:
+            run, steps._run = steps._run, lambda *parts: (run(*parts), ended.set())  # type: ignore[method-assign]
+            steps.start("late", late)
+        over.set()
+        assert ended.wait(30)
+
+    assert never_awaited(act) == []
+
+
+def test_a_coroutine_that_is_given_up_before_it_begins_leaves_no_warning():
+    """The loop is busy with another one; the calls' limit comes first."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def busy():
+        begun.set()
+        go_on.wait(30)
+
+    def waits(calls):
+        with contextlib.suppress(concurrent.futures.CancelledError):
+            event_loop.run(nested(), "environment", None, calls)
+
+    def act():
+        waiting: event_loop.Calls = set()
+        first = threading.Thread(target=event_loop.run, args=(busy(), "environment"))
+        first.start()
+        assert begun.wait(30)
+        second = threading.Thread(target=waits, args=(waiting,))
+        second.start()
+        while not waiting:
+            time.sleep(0.01)
+        event_loop.cancel(waiting)
+        go_on.set()
+        first.join()
+        second.join()
+
+    assert never_awaited(act) == []
