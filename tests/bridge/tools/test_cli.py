@@ -206,6 +206,10 @@ MISSPELT = {
     "train policy --sft.lr 1": "--sft.lr: did you mean --sft.optimizer.learning-rate",
     "train policy --polcy.steps 1": "--polcy.steps: did you mean --policy.steps",
     "train sft --packing True": "",
+    "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
+    "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",
+    "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
+    "train preference --preference.shift-momentum 0.5": "did you mean --loss.shift-momentum?",
 }
 
 

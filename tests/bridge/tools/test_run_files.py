@@ -14,9 +14,9 @@ from rl_tools.trainers import TRAINERS
 
 SMALL = {
     "policy": "held-out = 4\n[policy]\nsteps = 2\nprompts-per-step = 4\n[sft]\nsteps = 1\nrows-per-step = 4\n",
-    "sft": "held-out = 4\n[sft]\nsteps = 2\n",
-    "preference": "held-out = 4\n[preference]\nsteps = 2\n",
-    "reward-model": "held-out = 4\n[reward-model]\nsteps = 2\n",
+    "sft": "held-out = 4\nsteps = 2\n",
+    "preference": "held-out = 4\nsteps = 2\n",
+    "reward-model": "held-out = 4\nsteps = 2\n",
 }
 
 
