@@ -25,8 +25,10 @@ TESTS ?=
 VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR
 # A test that fails runs again, up to twice. One that passes then is listed (RERUN), and an open fault: tests/flaky.md.
 RERUNS := --reruns 2 -r fER
-# Who needs vLLM says so in its file: a tenth of the tests to be collected.
+# Who needs an extra says so in its file: a tenth of the tests to be collected, and less of Ray's and the trackers'.
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
+OF_RAY = $(shell grep -rl 'mark\.ray' tests/bridge --include='test_*.py' | sort)
+OF_TOOLS = $(shell grep -rlE 'mark\.tools|stores import' tests/bridge/tools --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
 # Where the seconds went: make durations.
 TIMED := -o junit_family=xunit1 --junitxml=durations.tmp
@@ -98,7 +100,7 @@ test-reasoning: $(REASONING)
 	$(BIN)/python -m pytest $(RERUNS) tests/bridge/models/test_smollm2.py tests/bridge/data/test_reasoning.py
 
 test-ray: $(RAY)
-	$(BIN)/python -m pytest $(RERUNS) -m "ray and not slow" tests/bridge
+	$(BIN)/python -m pytest $(RERUNS) -m "ray and not slow" $(OF_RAY)
 
 test-openenv: $(OPENENV)
 	$(BIN)/python -m pytest $(RERUNS) -m openenv tests/bridge/environments
@@ -114,7 +116,7 @@ test-vllm-thorough: $(VLLM)
 	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest $(RERUNS) -m vllm $(or $(TESTS),$(OF_VLLM))
 
 test-tools: $(TOOLS)
-	$(PYTEST) -m tools $(or $(TESTS),tests/bridge/tools)
+	$(PYTEST) -m tools $(or $(TESTS),$(OF_TOOLS))
 
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)
