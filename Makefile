@@ -76,8 +76,10 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 # The law over every causal family of transformers, over two ranks too: docs/models.md is its table.
+# FAMILIES="-m slow" leaves out those that `make test` has run.
+FAMILIES ?=
 test-families: $(STAMP)
-	$(PYTEST) tests/bridge/families
+	$(PYTEST) $(FAMILIES) tests/bridge/families
 
 # The same tests in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
 SEED ?= 1
