@@ -30,7 +30,8 @@ def environment(clone: Path, scratch: Path) -> dict[str, str]:
     mine = str(ROOT / ".venv" / "bin")
     path = [part for part in kept["PATH"].split(os.pathsep) if part != mine]
     kept["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), *path])
-    return kept | {"CLONE": str(clone), "SCRATCH": str(scratch), "MPLBACKEND": "agg", "PIP_NO_COMPILE": "1"}
+    kept["PIP_NO_COMPILE"] = "0"  # pip's option of this name is on when its variable is false
+    return kept | {"CLONE": str(clone), "SCRATCH": str(scratch), "MPLBACKEND": "agg"}
 
 
 def begin_environment(clone: Path, scratch: Path) -> None:
@@ -42,9 +43,10 @@ def begin_environment(clone: Path, scratch: Path) -> None:
     if made.exists() or not filled.exists():
         return
     shutil.copytree(filled, made, symlinks=True, copy_function=os.link)
-    for file in (made / "pyvenv.cfg", *(made / "bin").iterdir()):
+    scripts = [path for path in (made / "bin").iterdir() if path.is_file() and not path.is_symlink()]
+    for file in (made / "pyvenv.cfg", *scripts):
         text, mode = file.read_bytes(), file.stat().st_mode
-        if not file.is_symlink() and os.fsencode(filled) in text:
+        if os.fsencode(filled) in text:
             file.unlink()  # a link is written anew, or the other environment would change
             file.write_bytes(text.replace(os.fsencode(filled), os.fsencode(made)))
             file.chmod(mode)
