@@ -23,10 +23,14 @@ OPTIONS ?=
 TESTS ?=
 # What vLLM reads: keys and values in 1 GiB, nothing compiled, nothing fetched.
 VLLM_ENVIRONMENT := VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_CI_ENV=1 HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR
+# Ray lets its workers wait for every other process (nice 15); beside another stage of the gate they would get no core.
+RAY_ENVIRONMENT := RAY_worker_niceness=0
 # A test that fails runs again, up to twice. One that passes then is listed (RERUN), and an open fault: tests/flaky.md.
 RERUNS := --reruns 2 -r fER
-# Who needs vLLM says so in its file: a tenth of the tests to be collected.
+# Who needs an extra says so in its file: a tenth of the tests to be collected, and less of Ray's and the trackers'.
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
+OF_RAY = $(shell grep -rl 'mark\.ray' tests/bridge --include='test_*.py' | sort)
+OF_TOOLS = $(shell grep -rlE 'mark\.tools|stores import' tests/bridge/tools --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
 # Where the seconds went: make durations.
 TIMED := -o junit_family=xunit1 --junitxml=durations.tmp
@@ -74,8 +78,10 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 # The law over every causal family of transformers, over two ranks too: docs/models.md is its table.
+# FAMILIES="-m slow" leaves out those that `make test` has run.
+FAMILIES ?=
 test-families: $(STAMP)
-	$(PYTEST) tests/bridge/families
+	$(PYTEST) $(FAMILIES) tests/bridge/families
 
 # The same tests in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
 SEED ?= 1
@@ -98,7 +104,7 @@ test-reasoning: $(REASONING)
 	$(BIN)/python -m pytest $(RERUNS) tests/bridge/models/test_smollm2.py tests/bridge/data/test_reasoning.py
 
 test-ray: $(RAY)
-	$(BIN)/python -m pytest $(RERUNS) -m "ray and not slow" tests/bridge
+	$(RAY_ENVIRONMENT) $(BIN)/python -m pytest $(RERUNS) -m "ray and not slow" $(OF_RAY)
 
 test-openenv: $(OPENENV)
 	$(BIN)/python -m pytest $(RERUNS) -m openenv tests/bridge/environments
@@ -114,7 +120,7 @@ test-vllm-thorough: $(VLLM)
 	$(VLLM_ENVIRONMENT) .venv-vllm/bin/python -m pytest $(RERUNS) -m vllm $(or $(TESTS),$(OF_VLLM))
 
 test-tools: $(TOOLS)
-	$(PYTEST) -m tools $(or $(TESTS),tests/bridge/tools)
+	$(PYTEST) -m tools $(or $(TESTS),$(OF_TOOLS))
 
 # Reports in headless Chromium, which is a package of the system: apt-get install chromium.
 test-browser: $(STAMP)

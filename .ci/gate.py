@@ -53,7 +53,7 @@ COMMANDS = {
     "types": "make types",
     "docs": "make docs",
     "test": "trap 'make durations' EXIT; make test",
-    "test-families": "make test-families",
+    "test-families": "make test-families FAMILIES='-m slow'",
     "test-vllm": "make test-vllm",
     "test-ray": "make test-ray",
     "test-reasoning": "make test-reasoning",

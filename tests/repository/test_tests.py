@@ -5,6 +5,8 @@ files share is in a helper: beside them, or in tests/support where two folders s
 """
 
 import ast
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -86,12 +88,34 @@ def test_no_test_returns_early(folder):
     assert found == {}
 
 
+def files_that_make_reads(variable: str) -> set[str]:
+    """What a variable of the Makefile greps."""
+    [line] = re.findall(
+        rf"^{variable} = \$\(shell (.*)\)$", (TESTS.parent / "Makefile").read_text("utf-8"), re.MULTILINE
+    )
+    found = subprocess.run(["sh", "-c", line], cwd=TESTS.parent, capture_output=True, text=True, check=True)
+    return set(found.stdout.split())
+
+
 def test_make_test_vllm_collects_every_test_that_needs_vllm():
     """It reads the files with the word alone: a mark that a helper gives must come from a folder of this name."""
     for path in TESTS.rglob("*.py"):
         if "mark.vllm" in path.read_text("utf-8") and path != Path(__file__):
             within = path.relative_to(TESTS)
             assert within.parts[0] == "bridge" and (path.name.startswith("test_") or "vllm" in within.parts[:-1]), path
+
+
+@pytest.mark.parametrize("mark", ["ray", "tools"])
+def test_make_collects_every_test_with_a_mark(mark):
+    """The files that give the mark, and those that import a helper that does."""
+    sources = {path.relative_to(TESTS.parent).as_posix(): path.read_text("utf-8") for path in TESTS.rglob("*.py")}
+    sources.pop(Path(__file__).relative_to(TESTS.parent).as_posix())
+    giving = {name for name, source in sources.items() if f"mark.{mark}" in source}
+    helpers = {name.removesuffix(".py").replace("/", ".") for name in giving if "/test_" not in name}
+    needed = {name for name, source in sources.items() if name in giving or modules_imported(source) & helpers}
+    tests = {name for name in needed if "/test_" in name}
+    assert tests and tests <= files_that_make_reads(f"OF_{mark.upper()}")
+    assert needed - tests == giving - tests, "a helper that gives the mark is imported by another helper"
 
 
 def modules_imported(source: str) -> set[str]:
