@@ -174,17 +174,26 @@ def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool 
     return encode
 
 
-def remark_on_prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out."""
-    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1])
+def remark_on_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], settled: set[str] | None = None
+) -> None:
+    """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out.
+
+    ``settled``: as ``remark_on_keys`` has it.
+    """
+    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], settled)
     remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)])
 
 
 def remark_on_conversations(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], *, apply_chat_template: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Any]],
+    settled: set[str] | None = None,
+    *,
+    apply_chat_template: bool = True,
 ) -> None:
     """Name once what no tokens of rows that are imitated have, as ``remark_on_prompts`` does."""
-    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1])
+    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], settled)
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
 
