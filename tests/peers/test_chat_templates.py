@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rl_bridge.models.chat_templates import next_header
+from rl_bridge.models.chat_templates import next_header, rendered
+from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.models.small import smollm2_tokenizer
 from rl_bridge.models.turn_template import REASONING, TurnTemplate, UnusableTemplate
 
@@ -85,7 +86,8 @@ def test_no_template_is_taken_for_one_whose_turns_do_not_end(name):
 def test_the_template_only_adds_or_the_place_is_named(name, role):
     refused = refusal(name, role)
     if refused is not None:
-        assert re.search(r"from token \d+ on|refuses messages of the roles|ends the policy's turn with", refused)
+        reasons = r"from token \d+ on|refuses messages of the roles|ends the policy's turn with|leaves out message 0"
+        assert re.search(reasons, refused)
     tokenizer = tokenizer_of(name)
 
     @settings(max_examples=12, deadline=None, database=None)
@@ -113,6 +115,33 @@ def test_the_template_only_adds_or_the_place_is_named(name, role):
         assert refused is None or len(turns) < 3, "three turns meet what the probe met"
 
     the_tokens_are_the_template_s()
+
+
+TALK = [(role, f"{WORD}{place}") for place, role in enumerate(("user", "assistant", "user"))]
+BEGINNINGS = [[], ["system"], ["developer"], ["system", "system"], ["system", "developer"]]
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS, ids="-".join)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_prompt_is_refused_if_and_only_if_one_of_its_messages_is_not_in_the_text(name, beginning):
+    """The templates of deepseekv3 and qwen3 leave a developer out; none of these leaves out a first system message."""
+    tokenizer = tokenizer_of(name)
+    roles = [*((role, f"{role} {WORD}{place}") for place, role in enumerate(beginning)), *TALK]
+    prompt = [{"role": role, "content": words} for role, words in roles]
+    try:
+        text = rendered(tokenizer, prompt, generation_prompt=True)
+    except ValueError:
+        return  # with the template's words
+    lost = [place for place, (role, words) in enumerate(roles) if role != "assistant" and words not in text]
+    if lost:
+        with pytest.raises(ValueError, match=rf"leaves out message {lost[0]} \({roles[lost[0]][0]}\) wholly"):
+            encode_prompt(tokenizer, prompt)
+    else:
+        assert encode_prompt(tokenizer, prompt)
+    if name in ("trl/qwen3", "trl/deepseekv3") and len(beginning) < 2:
+        assert bool(lost) == (beginning == ["developer"])
+    if not re.match("trl/(llava_next|idefics3|smolvlm)", name):  # which write parts and no text
+        assert beginning not in ([], ["system"]) or not lost
 
 
 def test_the_shipped_templates_are_of_both_kinds():

@@ -41,9 +41,16 @@ class UnreadColumns:
             self._count[name] += 1
             self._first.setdefault(name, where)
 
-    def remark(self, but_by: str = "") -> None:
-        """Name each column that any row has. ``but_by``: whoever else may read it."""
+    def remark(self, but_by: str = "", settled: set[str] | None = None) -> None:
+        """Name each column that any row has. ``but_by``: whoever else may read it.
+
+        ``settled`` has the columns that were named before, and gets these.
+        """
+        settled = set() if settled is None else settled
         for name, count in self._count.items():
+            if name in settled:
+                continue
+            settled.add(name)
             share = f"{count} of {self._rows} rows have it"
             remark(f"row key `{name}` is not read{but_by}: {share}, first {self._first[name]}")
 
@@ -52,16 +59,24 @@ def _says_something(value: Any) -> bool:
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
-def remark_on_keys(rows: Iterable[Mapping[str, Any]], encode: Callable[[Mapping[str, Any]], Sequence[int]]) -> None:
+def remark_on_keys(
+    rows: Iterable[Mapping[str, Any]],
+    encode: Callable[[Mapping[str, Any]], Sequence[int]],
+    settled: set[str] | None = None,
+) -> None:
     """Name each key for the chat template without which no row has other tokens.
 
     ``encode`` gives the tokens of a row, of which it reads messages, ``tools`` and ``chat_template_kwargs``.
+    ``settled`` has the keys that were read or named before, which are not looked at, and gets these.
     """
+    settled = set() if settled is None else settled
     count: Counter[str] = Counter()
     first: dict[str, Mapping[str, Any]] = {}
     moving: set[str] = set()
     for row in rows:
         for name, bare in _without_each(row):
+            if name in settled:
+                continue
             count[name] += 1
             first.setdefault(name, row)
             if name not in moving and count[name] <= TRIES and _changes(row, bare(), encode):
@@ -71,6 +86,7 @@ def remark_on_keys(rows: Iterable[Mapping[str, Any]], encode: Callable[[Mapping[
             tries = min(count[name], TRIES)
             rows_with = f"{tries} rows that have it" if tries == count[name] else f"the first {tries} of {count[name]}"
             remark(f"{name} is not read: it changes no token of {rows_with}{_first(first[name])}")
+    settled.update(count)
 
 
 def _without_each(row: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

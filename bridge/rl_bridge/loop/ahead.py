@@ -11,7 +11,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.environments.functions import Parse
-from rl_bridge.loop.data import Rows
+from rl_bridge.loop.data import Rows, name_unread
 from rl_bridge.loop.groups import Groups, loaded_rewards
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.trained import Policy
@@ -115,6 +115,8 @@ class Ahead:
             waiting: dict[str, Any] = {"step_timeout": step_timeout, "processes": processes}
             tokenizer, turn_tokens = rollout.model.tokenizer, sampling.max_new_tokens
             conversations = talking(rollout.engine, factory, tokenizer, turn_tokens, **self._limits, **waiting)
+        else:
+            name_unread(rollout.model, rows.rows)
         self._sampler = self._options.sampler(
             rollout.engine,
             tokenizer=rollout.model.tokenizer,

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,17 +13,18 @@ from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
-from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row
+from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns, remark_on_keys
 from rl_bridge.engines.engine import Engine
 from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
-from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts
+from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts, supervised
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
@@ -81,6 +82,8 @@ class Model:
 
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
+    settled: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
+    """Keys of rows that this model was found to read, or that were named: of prompts, and of rows to imitate."""
 
     @property
     def pad_token(self) -> int:
@@ -188,8 +191,12 @@ def preference_loss(
     return ComparisonLoss(name=name, constants=constants, **own)
 
 
-def in_hand(rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> list[dict[str, Any]]:
+def in_hand(
+    rows: Sequence[Mapping[str, Any]], check: Check = policy_row, model: Model | None = None
+) -> list[dict[str, Any]]:
     """Rows of a program's own in the spelling that ``load_rows`` gives them.
+
+    ``model`` reads them now: keys that nothing reads are named, each once.
 
     >>> in_hand([{"prompt": [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]}])[0]["prompt"]
     [{'role': 'user', 'content': '1+1'}]
@@ -203,7 +210,25 @@ def in_hand(rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> lis
             checked.append(check(row))
         except ValueError as error:
             raise ValueError(f"{row.get('_where', f'row {number}')}: {error}") from error
+    if model is not None:
+        name_unread(model, checked, check)
     return checked
+
+
+def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> None:
+    """Name once for a model the keys of rows that nothing reads: columns, and keys for the chat template.
+
+    Columns of rows that have a place, as those of a file, were named where they were read.
+    """
+    imitated = check is supervised_row
+    settled = model.settled.setdefault("imitated" if imitated else "prompts", set())
+    unread = UnreadColumns((*ROW_KEYS, *SUPERVISED_KEYS) if imitated else ROW_KEYS)
+    for number, row in enumerate(rows, 1):
+        if "_where" not in row:
+            unread.look(row, f"row {number}", unread_responses(row) if imitated else ())
+    unread.remark("" if imitated else " (but by a reward or an environment of your own)", settled)
+    read = (supervised if imitated else prompted)(model.tokenizer)
+    remark_on_keys(rows, lambda row: read(row)[1], settled)
 
 
 def any_row(row: Any) -> Any:
@@ -356,6 +381,9 @@ def load_rows(
     order. Rows with more than ``max_length`` tokens are left out; without ``apply_chat_template`` the contents of
     messages are read as they are.
 
+    Keys of rows and messages that other libraries read and nothing here are named once: columns here, and keys for the
+    chat template where rows meet a model, here or at the first ``rollout.generate`` or ``policy.update``.
+
     A loss of rewards gives the model's tokenizer a pad token with which no row ends, before a ``RewardModel`` is made.
 
     >>> from rl_bridge import load_rows
@@ -379,7 +407,7 @@ def load_rows(
         census.trained = len(rows)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
-            remark_on_prompts(model.tokenizer, rows)
+            remark_on_prompts(model.tokenizer, rows, model.settled.setdefault("prompts", set()))
         return Rows(rows, seed=seed, reader=data, census=census)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
@@ -387,7 +415,8 @@ def load_rows(
     reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
     if isinstance(loss, NLL):
         rows = read_rows(data, fields=(), check=supervised_row, census=census)
-        remark_on_conversations(tokenizer, rows, apply_chat_template=apply_chat_template)
+        settled = model.settled.setdefault("imitated", set()) if apply_chat_template else set()
+        remark_on_conversations(tokenizer, rows, settled, apply_chat_template=apply_chat_template)
         trajectories, left_out = encoded(source, tokenizer, rows, **reading)
         _count(census, len(trajectories), left_out, max_length)
         return rows_for_loss(model, trajectories, seed=seed, reader=data, census=census, fingerprint=of_rows(rows))

@@ -70,7 +70,7 @@ class Rollout:
         Raises:
             ValueError: a row that is no prompt, with its number, the field and what was expected.
         """
-        rows = in_hand(rows)
+        rows = in_hand(rows, model=self.model)
         drawn = completions(self.engine, **self._budget)(rows, sampling)
         return self._groups(drawn, rows, sampling)
 

@@ -159,7 +159,7 @@ class Policy(Scored):
             self.weights_of = self
         if isinstance(self.objective, NLL):
             if isinstance(batch, list):
-                rows = in_hand(batch, supervised_row)
+                rows = in_hand(batch, supervised_row, self.model)
                 batch = supervised_batch(rows, partial(encode_row, self.model.tokenizer), self.model.pad_token)
             if not isinstance(batch, TokenBatch):
                 raise TypeError(f"NLL imitates rows or a TokenBatch, and not a {type(batch).__name__}")

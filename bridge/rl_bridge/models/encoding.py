@@ -10,7 +10,7 @@ from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shorte
 from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
-from rl_bridge.models.left_out import require_whole
+from rl_bridge.models.left_out import require_every, require_whole
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -21,7 +21,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_c
     the contents of messages are concatenated as one text.
 
     Raises:
-        ValueError: the prompt is none of these, or the tokenizer or its template refuses it.
+        ValueError: the prompt is none of these, the tokenizer or its template refuses it, or the template leaves out a
+            whole message.
     """
     chat = chat_of(prompt)
     ids: Any = chat.prompt
@@ -29,7 +30,9 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_c
         ids = _beginning(tokenizer, chat.prompt)
     elif chat.prompt and isinstance(chat.prompt[0], Mapping):
         if apply_chat_template:
-            ids = _encode(tokenizer, rendered(tokenizer, chat, generation_prompt=True), "prompt")
+            text = rendered(tokenizer, chat, generation_prompt=True)
+            require_every(tokenizer, chat, text)
+            ids = _encode(tokenizer, text, "prompt")
         else:
             ids = _beginning(tokenizer, "".join(content_of(message) for message in chat.prompt))
     if not ids or not all(isinstance(token, int) for token in ids):
@@ -66,7 +69,7 @@ def encode_row(
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
             that changes earlier tokens when a message is added, begins another reply behind the last one, or, without
-            ``to_end``, leaves out words of a turn that counts.
+            ``to_end``, leaves out words of a turn that counts or a whole message before it.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -104,7 +107,11 @@ def encode_row(
                 "apply_chat_template=false concatenates the contents"
             )
         turns = dict.fromkeys((place for place, message in enumerate(messages) if is_trained(message)), "")
-        for text, place in spans(tokenizer, chat):
+        texts = list(spans(tokenizer, chat))
+        if not to_end and texts:
+            last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
+            require_every(tokenizer, replace(chat, prompt=messages[: last + 1]), "".join(text for text, _ in texts))
+        for text, place in texts:
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
             add(ids, _length_of_turn(tokenizer, ids) if place in turns else 0)
             if place in turns:

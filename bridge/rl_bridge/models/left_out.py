@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,10 @@ ADVICE = (
     "take these words out of the rows, or give a --chat-template FILE that writes them; apply_chat_template=false "
     "concatenates the contents"
 )
+ROLES = ("system", "user")
+"""Roles that a message may have in place of one that the template does not know."""
+FORMS = 4096
+"""Forms of chats of which it is remembered what a template writes."""
 
 
 def left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, text: str | None = None) -> str:
@@ -63,6 +68,78 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, te
             f"{template_of(tokenizer)} leaves out {len(words)} characters of what the assistant says in message "
             f"{place}, which is trained on: {shortened(words, 80)}; {ADVICE}"
         )
+
+
+def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str) -> None:
+    """Refuse a message of anybody but the assistant that is not in the template's text at all.
+
+    The model would read another prompt than the row's. Nothing is refused where the template writes other words in that
+    place, and so leaves out a part or a sign, or where the words change the text around, as a switch of its thoughts.
+
+    Args:
+        tokenizer: has the template.
+        chat: the messages.
+        text: of the messages by the template.
+
+    Raises:
+        ValueError: with the message's place, its role, its words, and the roles that the template writes.
+    """
+    unwritten, squeezed = _unwritten(tokenizer, chat), None
+    for place, message in enumerate(chat.prompt):
+        content = message.get("content")
+        if message["role"] == "assistant" or not isinstance(content, str) or not content.strip():
+            continue
+        if place not in unwritten:
+            if content.strip() in text:
+                continue
+            squeezed = "".join(text.split()) if squeezed is None else squeezed
+            if is_in(content, squeezed):
+                continue
+        if _is_dropped(tokenizer, chat, place):
+            written = [repr(role) for role in ROLES if _writes_as(tokenizer, chat, place, role)]
+            way = f"give it the role {' or '.join(written)}, which the template writes there; or " if written else ""
+            raise ValueError(
+                f"{template_of(tokenizer)} leaves out message {place} ({message['role']}) wholly, so the model would "
+                f"read another prompt than the row's: {shortened(content, 80)}; {way}{ADVICE}"
+            )
+
+
+def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> frozenset[int]:
+    """Places of messages whose words the template writes nowhere, whatever they are; once for chats of one form.
+
+    The same words may stand elsewhere in the text, so each message has a mark of its own.
+    """
+    forms: dict[Any, frozenset[int]] | None = getattr(tokenizer, "template_forms", None)
+    if forms is None or len(forms) >= FORMS:
+        tokenizer.template_forms = forms = {}
+    keys = tuple((message["role"], *sorted(message)) for message in chat.prompt)
+    form = (str(tokenizer.chat_template), keys, bool(chat.tools), repr(chat.arguments))
+    if form not in forms:
+        marks = [f"{MARK}{place}{MARK}" for place in range(len(chat.prompt))]
+        marked = [{**message, "content": mark} for message, mark in zip(chat.prompt, marks, strict=True)]
+        try:
+            text = rendered(tokenizer, replace(chat, prompt=marked), generation_prompt=False)
+        except ValueError:  # a template may refuse another content
+            text = ""
+        forms[form] = frozenset(place for place, mark in enumerate(marks) if mark not in text)
+    return forms[form]
+
+
+def _is_dropped(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int) -> bool:
+    """Whether the text is the same with other words in the message."""
+    try:
+        return _text(tokenizer, chat, place, None) == _text(tokenizer, chat, place, MARK)
+    except ValueError:  # a template may refuse another content
+        return False
+
+
+def _writes_as(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, role: str) -> bool:
+    """Whether the template writes the message in another role."""
+    other = [*chat.prompt[:place], {**chat.prompt[place], "role": role}, *chat.prompt[place + 1 :]]
+    try:
+        return MARK in _text(tokenizer, replace(chat, prompt=other), place, MARK)
+    except ValueError:
+        return False
 
 
 def is_in(content: str, text: str) -> bool:

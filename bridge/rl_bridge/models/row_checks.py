@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
-from rl_bridge.data.rows import refuse
+from rl_bridge.data.rows import refuse, response_field, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
 from rl_bridge.data.unread_keys import TRIES, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
@@ -174,19 +174,56 @@ def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool 
     return encode
 
 
-def remark_on_prompts(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out."""
-    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1])
+def remark_on_prompts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], settled: set[str] | None = None
+) -> None:
+    """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out.
+
+    ``settled``: as ``remark_on_keys`` has it.
+    """
+    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], settled)
     remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)])
 
 
 def remark_on_conversations(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], *, apply_chat_template: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Mapping[str, Any]],
+    settled: set[str] | None = None,
+    *,
+    apply_chat_template: bool = True,
 ) -> None:
     """Name once what no tokens of rows that are imitated have, as ``remark_on_prompts`` does."""
-    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1])
+    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], settled)
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
+
+
+def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows to sample from as a supervised step reads them; a response that is not the imitated one is named once.
+
+    Raises:
+        ValueError: rows without one response, as messages that go on in another way than their answer: the first few.
+    """
+    read: list[dict[str, Any]] = []
+    bad: list[str] = []
+    beside: dict[tuple[str, str], list[str]] = {}
+    total = 0
+    for total, row in enumerate(rows, 1):
+        where = row.get("_where", f"row {total}")
+        try:
+            read.append(supervised_row(row))
+        except ValueError as error:
+            bad.append(f"{where}: {error}")
+            continue
+        for other in unread_responses(read[-1]):
+            beside.setdefault((str(response_field(read[-1])), other), []).append(where)
+    refuse(bad, total)
+    for (field, other), places in beside.items():
+        remark(
+            f"the warm start imitates `{field}` and not `{other}`, which says something else: {len(places)} of {total} "
+            f"rows have both, first {places[0]}"
+        )
+    return read
 
 
 def chat_of_row(row: Mapping[str, Any]) -> Chat:

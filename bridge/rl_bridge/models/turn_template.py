@@ -11,6 +11,7 @@ from rl_bridge.data.messages import Chat, chat_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.models.chat_templates import rendered
 from rl_bridge.models.encoding import encode_prompt
+from rl_bridge.models.left_out import require_every
 
 REASONING = "<think>\n{}\n</think>\n\n{}"
 
@@ -46,11 +47,21 @@ class TurnTemplate:
         return token in self._stops
 
     def opening(self, messages: Sequence[Message] | Chat) -> list[int]:
-        """Tokens of the first messages, up to where the policy begins."""
+        """Tokens of the first messages, up to where the policy begins.
+
+        Raises:
+            UnusableTemplate: it refuses the messages, or leaves out a whole one.
+            ValueError: what it writes cannot be encoded, or is nothing.
+        """
         chat = chat_of(messages)
         if self._tokenizer.chat_template is None:
             return encode_prompt(self._tokenizer, "".join(message["content"] for message in chat.prompt))
-        ids: Any = self._encoded(self._rendered(chat))
+        text = self._rendered(chat)
+        try:
+            require_every(self._tokenizer, chat, text)
+        except ValueError as error:
+            raise UnusableTemplate(str(error)) from error
+        ids: Any = self._encoded(text)
         if not ids:
             raise ValueError(f"the chat template renders {list(chat.prompt)} to no token")
         return ids

@@ -19,7 +19,7 @@ from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
 from rl_bridge.common.plots import spared
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.census import Census
-from rl_bridge.data.rows import RowStream, answered_row, policy_row
+from rl_bridge.data.rows import RowStream, answered_row, policy_row, supervised_row
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.executors import Executor
@@ -28,6 +28,7 @@ from rl_bridge.models.model_source import ModelSource, PretrainedSource, Pretrai
 from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
 from rl_bridge.models.row_checks import (
     check_rows,
+    imitated_rows,
     prompted,
     remark_on_conversations,
     remark_on_prompts,
@@ -225,8 +226,9 @@ def run_policy(pipeline: PolicyPipeline, observers: Sequence[Observer] = ()) -> 
     check_rows(source, tokenizer, [*train_rows, *held_out], prompted(tokenizer), new_tokens=new_tokens)
     if pipeline.sft.steps:
         # A warm start reads the prompts, and responses too.
-        check_rows(source, tokenizer, train_rows, supervised(tokenizer))
-        remark_on_conversations(tokenizer, train_rows)
+        imitated = imitated_rows(train_rows)
+        check_rows(source, tokenizer, imitated, supervised(tokenizer))
+        remark_on_conversations(tokenizer, imitated)
     else:
         remark_on_prompts(tokenizer, [*train_rows, *held_out])
     return train_and_evaluate(
@@ -346,7 +348,7 @@ class PolicyStages:
             self.run,
             supervised,
             self.stream,
-            lambda row: encode_row(self.tokenizer, row),
+            lambda row: encode_row(self.tokenizer, supervised_row(row)),
             options,
             pad_token_id=self._pad_token,
         )

@@ -18,6 +18,7 @@ from rl_bridge import (
     current_executor,
     load_rows,
 )
+from rl_bridge.common.terminal import remarks
 from rl_bridge.loop import trained
 from rl_bridge.models.small import TinySource
 from tests.support.chat_templates import bytes_tokenizer
@@ -141,3 +142,63 @@ def test_rows_that_no_model_reads_are_refused_with_their_number(rollout):
         Policy.update(policy, [{"messages": [PLAIN, WRONG | {"weight": 0}]}])
     own = [{"board": [1, 2]}, {"prompt": {"board": 3}}]
     assert sorted(map(str, Rows(own).take(2))) == sorted(map(str, own))  # of an environment alone
+
+
+# Keys that nothing reads, where rows without a model meet one. A reward reads what it likes of a prompt's columns.
+UNREAD_COLUMN = {"loss_mask": [1]}
+UNREAD_KEY = {"prompt": [PLAIN | {"name": "Ann"}], "answer": "2"}
+NAMED = "message key `name` is not read: it changes no token of {}"
+COLUMN = "row key `loss_mask` is not read{}: 1 of 2 rows have it, first row 2"
+MAYBE = " (but by a reward or an environment of your own)"
+OTHER = "row key `answer` is not read: 1 of 1 rows have it, first row 1"
+
+
+def met(model, meet, rows):
+    """Remarks of rows that meet a model in two steps."""
+    model.settled.clear()
+    remarks()
+    for _ in range(2):
+        meet(rows)
+    return remarks()
+
+
+@pytest.fixture
+def prompts(model, rollout):
+    """Ways of prompts to a model, by name."""
+    policy = Policy(model, rl_fn.recipes.grpo().replace(kl=None), AdamW(1e-3))
+
+    def ahead(rows):
+        with Ahead(rollout, policy, Rows(rows), lambda c, row: 0.0, SAMPLING, prompts=2, steps=1):
+            pass
+
+    yield {"generate": lambda rows: rollout.generate(rows, SAMPLING), "ahead": ahead}
+    policy.release()
+
+
+@pytest.mark.parametrize("way", ["generate", "ahead"])
+def test_keys_of_prompts_that_nothing_reads_are_named_once_where_rows_meet_a_model(model, prompts, way):
+    meet, rows = prompts[way], [PROMPTS["text"], UNREAD_KEY | UNREAD_COLUMN]
+    assert met(model, meet, rows) == [COLUMN.format(MAYBE), NAMED.format("1 rows that have it")]
+    read = load_rows(rows).take(2)  # columns are named there, as no model reads them
+    assert remarks() == [COLUMN.format(MAYBE).replace("row 2", "the rows, row 2")]
+    (words,) = met(model, meet, read)
+    assert words.startswith(NAMED.format("1 rows that have it, first"))
+    assert met(model, meet, [PROMPTS["text"], PROMPTS["parts"]]) == []
+    model.settled.clear()
+    load_rows(rows, model)
+    remarks()
+    meet(rows)  # named where they were loaded for this model
+    assert NAMED.format("1 rows that have it") not in remarks()
+
+
+def test_keys_of_rows_to_imitate_that_nothing_reads_are_named_once_where_rows_meet_a_model(model, monkeypatch):
+    monkeypatch.setattr(trained, "supervised_update", lambda engine, batch: {})
+    policy = SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft")
+    rows = [PROMPTS["text"], UNREAD_KEY | UNREAD_COLUMN]
+    meet = lambda batch: Policy.update(policy, batch)  # noqa: E731
+    assert met(model, meet, rows) == [COLUMN.format(""), NAMED.format("1 rows that have it")]
+    assert met(model, meet, [{"messages": [PLAIN, RIGHT], "answer": "2"}]) == [OTHER]
+    assert met(model, meet, [SUPERVISED["a flag"]]) == []
+    assert met(model, lambda batch: meet(Rows(batch, seed=1).take(2)), rows)[1:] == [
+        NAMED.format("1 rows that have it")
+    ]

@@ -1,5 +1,9 @@
-"""Every word of a message is in the tokens, or is named; and a turn that is trained on is trained on as it stands."""
+"""Every word of a message is in the tokens, or is named; a turn that is trained on is trained on as it stands.
 
+A message of somebody else that is not in the tokens at all is refused.
+"""
+
+import contextlib
 import itertools
 
 import pytest
@@ -8,8 +12,9 @@ from rl_bridge.common.terminal import remarks
 from rl_bridge.data.comparisons import comparison_of
 from rl_bridge.data.rows import policy_row, supervised_row
 from rl_bridge.loop.encoded import remark_on_unread
-from rl_bridge.models.encoding import encode_completion, encode_row
+from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
+from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from tests.support.chat_templates import CHATML, GEMMA, LLAMA3, THOUGHTS, bytes_tokenizer
 
 BESIDE = "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"
@@ -114,6 +119,25 @@ def lost_by_role(name, messages):
     return lost
 
 
+def lost_wholly(name, messages):
+    """The first message of anybody but the assistant that the template leaves out wholly: (place, role), if any."""
+    others = ((place, m) for place, m in enumerate(messages) if m["role"] != "assistant" and m["content"].strip())
+    lost = (
+        (place, m["role"]) for place, m in others if squeezed(TEMPLATES[name][1](m)) == squeezed(m["content"]) != ""
+    )
+    return next(lost, None)
+
+
+def refuses(first):
+    """A message of this place and role is refused; nothing, where there is none."""
+    if first is None:
+        return contextlib.nullcontext()
+    words = (
+        rf"leaves out message {first[0]} \({first[1]}\) wholly, so the model would read another prompt than the row's"
+    )
+    return pytest.raises(ValueError, match=rf"{words}: .*; give it the role ('system' or )?'user'")
+
+
 def named():
     """Role → (characters, rows with them, rows) of the remarks."""
     lines = [line.split(" leaves out ")[1].split() for line in remarks() if " leaves out " in line]
@@ -137,7 +161,10 @@ def check_conversation(tokenizer, name, beginning, said):
     assert {role: (count, rows) for role, (count, rows, _) in named().items()} == {
         role: (2 * count, 2) for role, count in lost.items()
     }
-    if count := lost.get("assistant"):
+    if lost_wholly(name, messages):
+        with refuses(lost_wholly(name, messages)):
+            encode_row(tokenizer, row)
+    elif count := lost.get("assistant"):
         first = next(place for place, m in enumerate(messages) if lost_by_role(name, [m]).get("assistant"))
         number = lost_by_role(name, [messages[first]])["assistant"]
         with pytest.raises(ValueError, match=f"leaves out {number} characters of .* in message {first}, which is tra"):
@@ -148,7 +175,12 @@ def check_conversation(tokenizer, name, beginning, said):
     encode_row(tokenizer, row, to_end=True)  # a reward model reads as it is read elsewhere
     untrained = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in messages]
     ended = [*untrained, {"role": "user", "content": "So?"}, {"role": "assistant", "content": "2"}]
-    encode_row(tokenizer, supervised_row({"messages": ended}))
+    with refuses(lost_wholly(name, prompt)):
+        encode_row(tokenizer, supervised_row({"messages": ended}))
+    with refuses(lost_wholly(name, prompt)):
+        encode_prompt(tokenizer, prompt)
+    with refuses(lost_wholly(name, prompt)):
+        TurnTemplate(tokenizer).opening(prompt)
     remark_on_prompts(tokenizer, [policy_row({"prompt": prompt}), policy_row({"prompt": "1+1="})])
     assert named() == {role: (count, 1, 2) for role, count in lost_by_role(name, prompt).items()}
 
@@ -196,3 +228,66 @@ def test_a_row_that_the_template_refuses_is_no_remark():
     assert tokenizer.chat_template == GEMMA
     remark_on_prompts(tokenizer, [{"prompt": [{"role": "system", "content": "a"}]}])
     assert remarks() == []
+
+
+# What families' templates do with a message: (template, what the message says, in which place, whether it is refused).
+FIRST = (
+    "{% if messages[0].role == 'system' %}<sys>{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+)
+FIRST_ALONE = FIRST + ROLES.replace("<|im_end|>\n", "<|im_end|>\n{% endif %}", 1)
+LAST_USER = (
+    "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]"
+    "{% if loop.last %}{{ system }}{% endif %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+SWITCH = (
+    "{% set quiet = messages[0].role == 'system' and '/quiet' in messages[0].content %}"
+    "{% if messages[0].role == 'system' %}<|im_start|>system\n"
+    "{{ messages[0].content.replace('/quiet', '').replace('/loud', '') }}<|im_end|>\n"
+    "{% set messages = messages[1:] %}{% endif %}" + CHATML + "{% if quiet %}<think></think>{% endif %}"
+)
+READ_ALONE = (
+    "{% set quiet = messages[0].role == 'system' and '/quiet' in messages[0].content %}"
+    + ROLES.replace("<|im_end|>\n", "<|im_end|>\n{% endif %}", 1)
+    + "{% if quiet %}<think></think>{% endif %}"
+)
+ASK = {"role": "user", "content": "What is it?"}
+FAMILIES = {
+    "a system message of its own place": (FIRST_ALONE, [{"role": "system", "content": "Be brief."}, ASK], None),
+    "a second system message": (FIRST_ALONE, [*2 * [{"role": "system", "content": "Be brief."}], ASK], (1, "system")),
+    "a developer's message": (FIRST_ALONE, [{"role": "developer", "content": "Be brief."}, ASK], (0, "developer")),
+    "words that stand elsewhere": (FIRST_ALONE, [{"role": "developer", "content": "is it"}, ASK], (0, "developer")),
+    "a system message in the last turn": (LAST_USER, [{"role": "system", "content": "Be brief."}, ASK], None),
+    "a switch beside words": (SWITCH, [{"role": "system", "content": "Be brief. /loud"}, ASK], None),
+    "a switch alone": (SWITCH, [{"role": "system", "content": "/quiet"}, ASK], None),
+    "a switch that is on": (SWITCH, [{"role": "system", "content": "/loud"}, ASK], None),
+    "a switch that is read and not written": (READ_ALONE, [{"role": "system", "content": "/quiet"}, ASK], None),
+    "no words": (FIRST_ALONE, [{"role": "tool", "content": " "}, ASK], None),
+}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_message_without_a_place_in_the_template_is_refused_and_one_that_is_read_is_not(case):
+    template, prompt, first = FAMILIES[case]
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = template
+    for _ in range(2):  # a form of chat is remembered
+        for encode in (encode_prompt, lambda tokenizer, prompt: TurnTemplate(tokenizer).opening(prompt)):
+            with refuses(first):
+                assert encode(tokenizer, prompt)
+
+
+def test_no_conversation_begins_without_what_its_template_leaves_out():
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = FIRST_ALONE
+    with pytest.raises(UnusableTemplate, match=r"leaves out message 0 \(developer\) wholly"):
+        TurnTemplate(tokenizer).opening(FAMILIES["a developer's message"][1])
+
+
+def test_what_is_remembered_of_a_template_is_not_anothers():
+    tokenizer = bytes_tokenizer("chatml")
+    prompt = [{"role": "developer", "content": "is it"}, ASK]
+    assert encode_prompt(tokenizer, prompt)
+    tokenizer.chat_template = FIRST_ALONE
+    with refuses((0, "developer")):
+        encode_prompt(tokenizer, prompt)

@@ -1,0 +1,83 @@
+"""A warm start imitates one response of a row, read as supervision reads it; two that differ are refused or named."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from rl_bridge.algorithms.supervised_training import WarmStart
+from rl_bridge.common.terminal import remarks
+from rl_bridge.data.rows import policy_row
+from rl_bridge.models.small import TinySource
+from rl_bridge.pipelines import policy as pipelines
+from rl_bridge.pipelines.policy import PolicyStages, run_policy
+from rl_bridge.pipelines.policy_configs import quickstart
+from tests.support.chat_templates import bytes_tokenizer
+
+ASK, SAYS, ANSWERS = (
+    {"role": role, "content": words} for role, words in (("user", "1+1?"), ("assistant", "It is 2"), ("assistant", "2"))
+)
+TWO = "messages and answer both hold what the assistant is to say, and differ; give one of them"
+BESIDE = "the warm start imitates `{}` and not `{}`, which says something else: 1 of 2 rows have both, first {}, row 2"
+PLAIN = {"prompt": [ASK], "answer": "2"}
+# Row → what is refused, or what is named.
+ROWS = {
+    "an answer": (PLAIN, None, None),
+    "messages and no prompt": ({"messages": [ASK], "answer": "2"}, None, None),
+    "messages that end with the answer": (PLAIN | {"messages": [ASK, ANSWERS]}, None, None),
+    "messages that end with something else": (PLAIN | {"messages": [ASK, SAYS]}, TWO, None),
+    "messages behind a text": ({"prompt": "1+1?", "messages": [ASK, SAYS], "answer": "2"}, TWO, None),
+    "the same in a response": (PLAIN | {"response": "2"}, None, None),
+    "a response": (PLAIN | {"response": "It is 2"}, None, ("response", "answer")),
+    "a response in roles": (PLAIN | {"response": [SAYS]}, None, ("response", "answer")),
+    "a completion": (PLAIN | {"completion": "It is 2"}, None, ("completion", "answer")),
+}
+
+
+@pytest.fixture
+def tokenizer():
+    made = bytes_tokenizer("chatml")
+    made.pad_token = "<|im_start|>"
+    return made
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("case", ROWS)
+def test_a_row_with_two_responses_that_differ_is_refused_or_named(case, steps, tmp_path, monkeypatch, tokenizer):
+    row, refused, beside = ROWS[case]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (PLAIN, row)))
+    source = TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2)
+    monkeypatch.setattr(pipelines, "load_model", lambda *_: (source, tokenizer))
+    monkeypatch.setattr(pipelines, "train_and_evaluate", lambda *_, **parts: parts)
+    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
+    warm = WarmStart(steps=steps, rows_per_step=1)
+    data = {"data": "rows.jsonl", "eval_data": "held.jsonl", "model": "there"}
+    pipeline = replace(quickstart(), sft=warm, **data)
+    remarks()
+    if refused and steps:
+        with pytest.raises(ValueError, match=f"rows.jsonl, row 2: {refused}"):
+            run_policy(pipeline)
+        return
+    run_policy(pipeline)
+    named = [line for line in remarks() if "imitates" in line]
+    assert named == ([BESIDE.format(*beside, "rows.jsonl")] if beside and steps else [])
+
+
+def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tokenizer):
+    seen = []
+    monkeypatch.setattr(pipelines, "train_sft", lambda run, engine, stream, encode, *_, **__: seen.append(encode))
+    engine = SimpleNamespace(sync_weights=lambda rollout: None)
+    stages = SimpleNamespace(
+        pipeline=SimpleNamespace(sft=WarmStart(steps=1), scoring=lambda temperature: None),
+        engines=SimpleNamespace(supervised=lambda *_, **__: engine),
+        **dict.fromkeys(("run", "stream", "rollout", "_pad_token")),
+        tokenizer=tokenizer,
+    )
+    PolicyStages.warm_start(stages)
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]
+    said = [SAYS | {"content": "wrong", "weight": 0}, ASK, SAYS | {"content": parts}]
+    trajectory = seen[0](policy_row({"prompt": [ASK], "response": said, "answer": "2"}))
+    learned = [token for token, counts in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if counts]
+    assert tokenizer.decode(learned) == "It is 2<|im_end|>"
