@@ -31,6 +31,7 @@ _EXPECTED_ELSEWHERE = {
     "jinja2",
     "huggingface_hub",
     "rl_bridge",
+    "rl_train",
     "rl_tools",
     "torch",
 }

@@ -310,9 +310,9 @@ class TrainerOptions:
         names = dict.fromkeys([*self.recipes, *self._names()])
         head, dot, last = name.rpartition(".")
         name_in_full = f"{head}{dot}{_SHORT.get(last, last)}"
-        near = difflib.get_close_matches(name_in_full, names, n=3, cutoff=0.5)
-        # A part that this trainer does not have, before an option that it has: sft.steps is steps.
-        return [last, *(other for other in near if other != last)] if dot and last in names else near
+        if dot and last in names:
+            return [last]  # behind a part that this trainer does not have: sft.steps is steps
+        return difflib.get_close_matches(name_in_full, names, n=3, cutoff=0.5)
 
     def _names(self) -> list[str]:
         """All options that take no recipe; those of recipes last."""

@@ -26,7 +26,7 @@ from rl_bridge.modules.comparison import (
     ComparisonLoss,
     constants_of,
 )
-from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, split
+from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, seed_everything, split
 from rl_bridge.run.provenance import of_rows
 from rl_train.row_options import Inputs, RowOptions
 
@@ -121,17 +121,17 @@ class ComparisonOptions(RowOptions):
 
 
 def inputs_of(options: ComparisonOptions, loss: ComparisonLoss) -> Inputs:
-    """Model, comparisons and held-out ones, each row checked, encoded and counted.
+    """Model, comparisons and held-out ones, each row checked and encoded.
 
     The tokenizer of a reward model gets a pad token with which no row ends.
 
     Raises:
-        FileNotFoundError, ValueError: as ``load_comparisons``, ``load_model`` and ``encoded_comparisons`` do; or rows
-            were left out, and those that are left are fewer than a step takes.
+        FileNotFoundError, ValueError: as ``load_comparisons``, ``load_model`` and ``encoded_comparisons`` do.
     """
     census = Census()
     parts = load_comparisons(options, census)
     both = [row for part in parts for row in part]
+    seed_everything(options.seed)  # a reader of the user's may have drawn numbers
     source, tokenizer = load_model_for(options, both)
     remark_on_unread(tokenizer, both, options.apply_chat_template)
     train, held_out = (encoded_comparisons(source, tokenizer, part, loss, **options.reading()) for part in parts)
@@ -143,16 +143,20 @@ def inputs_of(options: ComparisonOptions, loss: ComparisonLoss) -> Inputs:
         pad_of_rewards(source, tokenizer, [*train, *held_out], templated=templated)
     else:
         remark_on_ends(source, tokenizer)
-    step = {"--rows-per-step": options.rows_per_step}
-    census.settle(trained=rows_in(train), held_out=rows_in(held_out), step=step, examples=len(train))
     model = Model(source, tokenizer)
     return Inputs(
         model=model,
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints=fingerprints_of(options, tokenizer, *parts),
+        fingerprints={"data": of_rows(*([{**vars(row), "where": ""} for row in part] for part in parts))},
     )
+
+
+def settled(options: ComparisonOptions, inputs: Inputs) -> dict[str, str]:
+    """Count the comparisons, and return what a resumed run compares; see ``RowOptions.settle``."""
+    trained, held_out = rows_in(inputs.rows.rows), rows_in(inputs.held_out.rows)
+    return options.settle(inputs, trained=trained, held_out=held_out)
 
 
 def load_comparisons(
@@ -188,17 +192,6 @@ def addition() -> list[Comparison]:
         where = f"{ADDITION}, row {number + 1}"
         rows.append(Comparison(kind="pair", prompt=row["prompt"], completions=completions, where=where))
     return rows
-
-
-def fingerprints_of(
-    options: ComparisonOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    train: Sequence[Comparison],
-    held_out: Sequence[Comparison],
-) -> dict[str, str]:
-    """Fingerprints of the rows, of the model and of the chat template. The place of a row does not count."""
-    parts = ([{**vars(row), "where": ""} for row in rows] for rows in (train, held_out))
-    return {"data": of_rows(*parts)} | options.fingerprints(tokenizer)
 
 
 def load_model_for(

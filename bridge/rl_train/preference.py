@@ -11,7 +11,7 @@ from rl_bridge.loop.trained import Policy
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_bridge.run.run import Observer
-from rl_train.compared import LOSSES, ComparisonOptions, PreferenceLoss, accuracy_of, inputs_of
+from rl_train.compared import LOSSES, ComparisonOptions, PreferenceLoss, accuracy_of, inputs_of, settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,12 @@ def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = 
     loss = options.loss.build()
     inputs = inputs_of(options, loss)
     model, rows = inputs.model, inputs.rows
-    steps, place = options.steps_for(len(rows)), options.shared()
+    marks, place = settled(options, inputs), options.shared()
+    steps = options.steps_for(len(rows))
     options.rehearse(model)
     with (
-        Run.of(options, inputs.fingerprints, census=inputs.census, threads=options.threads, observers=observers) as run,
         ExitStack() as models,
+        Run.of(options, marks, census=inputs.census, threads=options.threads, observers=observers) as run,
     ):
         reference = models.enter_context(Reference(model, **place)) if loss.needs_reference else None
         if reference is not None:
@@ -54,6 +55,7 @@ def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = 
                 reference.release()
         beside = None if options.cache_reference else reference
         policy = models.enter_context(Policy(model, loss, options.adamw(steps), **place, **options.trained_part()))
+        about = options.about(policy, *([] if reference is None else [reference]))
         held_out = inputs.held_out.all()
         before = run.once("before", lambda: policy.held_out(held_out))
         run.keep_best("held_out_loss", "min")
@@ -64,9 +66,8 @@ def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = 
             run.log(update, policy.held_out(held_out) if options.due(step, steps) else {})
         after = policy.held_out(held_out)
         best = run.load_best(policy)
-        policy.save(run.folder / "model", options.export_dtype)
+        policy.save(run.folder / "model")
         numbers = {"before": before, "after": after, "best_loss": best, "steps": steps}
         of_loss = {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo}
-        scored = [] if reference is None else [reference]
-        run.finish(accuracy_of(after), **numbers, loss=of_loss, **options.about(policy, *scored))
+        run.finish(accuracy_of(after), **numbers, loss=of_loss, **about)
     return run.summary

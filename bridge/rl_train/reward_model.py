@@ -1,6 +1,7 @@
 """``rl-fn train reward-model``: a model that scores completions, from pairs or ranked lists."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from rl_bridge.loop.values import RewardModel
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.run import Observer
-from rl_train.compared import REWARD_MODEL_LOSSES, ComparisonOptions, RewardLoss, accuracy_of, inputs_of
+from rl_train.compared import REWARD_MODEL_LOSSES, ComparisonOptions, RewardLoss, accuracy_of, inputs_of, settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,19 +33,22 @@ def run_reward_model(options: RewardModelPipeline, observers: Sequence[Observer]
     loss = options.loss.build()
     inputs = inputs_of(options, loss)
     model, rows, held_out = inputs.model, inputs.rows, inputs.held_out.all()
-    steps, place = options.steps_for(len(rows)), options.shared()
+    marks, place = settled(options, inputs), options.shared()
+    steps = options.steps_for(len(rows))
     options.rehearse(model, ValueSource(model.source, pad_token=model.pad_token))
     with (
-        Run.of(options, inputs.fingerprints, census=inputs.census, threads=options.threads, observers=observers) as run,
-        RewardModel(model, loss, options.adamw(steps), **place, **options.trained_part()) as judge,
+        ExitStack() as models,
+        Run.of(options, marks, census=inputs.census, threads=options.threads, observers=observers) as run,
     ):
+        judge = models.enter_context(RewardModel(model, loss, options.adamw(steps), **place, **options.trained_part()))
+        about = options.about(judge)
         run.keep_best("held_out_loss", "min")
         for step in run.steps(steps, [judge, rows]):
             update = judge.update(rows.batch(options.rows_per_step))
             run.log(update, judge.held_out(held_out) if options.due(step, steps) else {})
         after = judge.held_out(held_out)
         best = run.load_best(judge)
-        judge.save(run.folder / "model", options.export_dtype)
+        judge.save(run.folder / "model")
         numbers = {"after": after, "best_loss": best, "steps": steps, "loss": {"name": loss.name, **loss.constants}}
-        run.finish(accuracy_of(after), **numbers, **options.about(judge))
+        run.finish(accuracy_of(after), **numbers, **about)
     return run.summary

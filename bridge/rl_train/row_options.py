@@ -26,6 +26,7 @@ class Inputs:
     held_out: Rows
     census: Census
     fingerprints: dict[str, str]
+    """Hashes of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,18 @@ class RowOptions(TrainingOptions):
         return {"apply_chat_template": self.apply_chat_template, "max_length": self.max_length}
 
     def begin(self) -> None:
-        """Make the processes of the run, and set their threads and seeds. Comes before a model is made."""
+        """Make the processes of the run, and set their threads."""
         prepare_processes(self, self.start())
+
+    def settle(self, inputs: Inputs, *, trained: int, held_out: int) -> dict[str, str]:
+        """Count the rows, print the numbers, and return the fingerprints that a resumed run compares.
+
+        Raises:
+            ValueError: rows were left out, and those to train on are fewer than one step takes.
+        """
+        step, rows = {"--rows-per-step": self.rows_per_step}, len(inputs.rows)
+        inputs.census.settle(trained=trained, held_out=held_out, step=step, examples=rows)
+        return inputs.fingerprints | self.fingerprints(inputs.model.tokenizer)
 
     def rehearse(self, model: Model, source: ModelSource | None = None) -> None:
         """Refuse, before a run begins, what could not be exported after it. ``source``: a model's with another head."""
@@ -92,7 +103,8 @@ class RowOptions(TrainingOptions):
 
     def trained_part(self) -> dict[str, Any]:
         """Arguments of the trained model alone; its export was rehearsed."""
-        return {"lora": self.lora, "freeze": self.freeze, "seed": self.seed, "rehearsed": True}
+        part = {"lora": self.lora, "freeze": self.freeze, "seed": self.seed}
+        return {**part, "export_dtype": self.export_dtype, "rehearsed": True}
 
     def about(self, trained: Scored, *others: Scored) -> dict[str, Any]:
         """The part of a summary that every run has."""

@@ -1,6 +1,7 @@
 """``rl-fn train sft``: supervised fine-tuning on rows; the best model on held-out rows is exported."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from rl_bridge.loop.trained import Policy
 from rl_bridge.models.row_checks import remark_on_conversations
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.training import load_model, load_rows
+from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
 from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.provenance import of_rows
 from rl_bridge.run.run import Observer
@@ -40,12 +41,15 @@ def run_sft(options: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[st
     options.begin()
     inputs = inputs_of(options)
     model, rows, held_out = inputs.model, inputs.rows, inputs.held_out.all()
+    marks = options.settle(inputs, trained=len(rows), held_out=len(inputs.held_out))
     steps, place = options.steps_for(len(rows)), options.shared()
     options.rehearse(model)
     with (
-        Run.of(options, inputs.fingerprints, census=inputs.census, threads=options.threads, observers=observers) as run,
-        Policy(model, NLL(), options.adamw(steps), **place, **options.trained_part()) as policy,
+        ExitStack() as models,
+        Run.of(options, marks, census=inputs.census, threads=options.threads, observers=observers) as run,
     ):
+        policy = models.enter_context(Policy(model, NLL(), options.adamw(steps), **place, **options.trained_part()))
+        about = options.about(policy)
         run.keep_best("held_out_nll", "min")
         before = run.once("before", lambda: policy.held_out(held_out))["held_out_nll"]
         for step in run.steps(steps, [policy, rows]):
@@ -53,25 +57,25 @@ def run_sft(options: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[st
             run.log(update, policy.held_out(held_out) if options.due(step, steps) else {})
         after = policy.held_out(held_out)["held_out_nll"]
         best = run.load_best(policy)
-        policy.save(run.folder / "model", options.export_dtype)
+        policy.save(run.folder / "model")
         exported = "last: no step had one" if best is None else f"best, {best:.3f}"
         run.finish(
             f"held-out nll {before:.3f} → {after:.3f}; {run.folder / 'model'} has the {exported}",
-            **{"nll_before": before, "nll_after": after, "nll_best": best, "steps": steps, **options.about(policy)},
+            **{"nll_before": before, "nll_after": after, "nll_best": best, "steps": steps, **about},
         )
     return run.summary
 
 
 def inputs_of(options: SFTPipeline) -> Inputs:
-    """Model, rows and held-out rows, each row checked, encoded and counted.
+    """Model, rows and held-out rows, each row checked and encoded.
 
     Raises:
-        FileNotFoundError, ValueError: as ``load_rows``, ``load_model`` and ``encoded`` do; or rows were left out, and
-            those that are left are fewer than a step takes.
+        FileNotFoundError, ValueError: as ``load_rows``, ``load_model`` and ``encoded`` do.
     """
     census = Census()
     parts = load_rows(options, (), supervised_row, census)
     both = [row for part in parts for row in part]
+    seed_everything(options.seed)  # a reader of the user's may have drawn numbers
     source, tokenizer = load_model(options, both)
     model = Model(source, tokenizer)
     remark_on_ends(source, tokenizer)
@@ -81,11 +85,10 @@ def inputs_of(options: SFTPipeline) -> Inputs:
     )
     if options.max_length is not None:
         census.leave_out(too_long(options.max_length), left_out, held_left_out)
-    census.settle(trained=len(train), held_out=len(held_out), step={"--rows-per-step": options.rows_per_step})
     return Inputs(
         model=model,
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints={"data": of_rows(*parts)} | options.fingerprints(tokenizer),
+        fingerprints={"data": of_rows(*parts)},
     )

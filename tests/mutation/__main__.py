@@ -17,7 +17,7 @@ from tests.mutation.worker import ROOT
 
 # Folder, tests, and seconds of processor time for a mutant that survives.
 PACKAGES = {"rl_fn": ("rl_fn", "tests/rl_fn", 6.0), "rl_bridge": ("bridge/rl_bridge", "tests/bridge", 180.0)}
-PACKAGES |= {"rl_tools": ("bridge/rl_tools", "tests/bridge", 180.0)}
+PACKAGES |= {name: (f"bridge/{name}", "tests/bridge", 180.0) for name in ("rl_train", "rl_tools")}
 # The peers' comparisons run in an environment of their own.
 PEERS = "check/"
 

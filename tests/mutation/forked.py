@@ -216,7 +216,7 @@ def copy(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-OURS = ("tests", "rl_fn", "rl_bridge", "rl_kernels", "rl_tools")
+OURS = ("tests", "rl_fn", "rl_bridge", "rl_kernels", "rl_train", "rl_tools")
 IMPORTS = f"""
 import contextlib, importlib, pkgutil, sys
 package = importlib.import_module(sys.argv[1])

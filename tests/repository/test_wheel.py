@@ -1,5 +1,6 @@
 """The wheel: four packages with py.typed, a report's page, loops to copy; a consumer's type checker reads the types."""
 
+import ast
 import json
 import os
 import re
@@ -37,6 +38,28 @@ def test_the_wheel_holds_the_packages_and_nothing_else(unpacked):
     wanted |= {f"rl_tools/examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}
     assert {f"{package}/py.typed" for package in SOURCES} | {"rl_tools/report/page/page.html"} <= wanted
     assert {path for path in there if ".dist-info/" not in path} == wanted
+
+
+def named_together(source):
+    """The strings of each tuple, list, set and keys of a dict."""
+    for node in ast.walk(ast.parse(source)):
+        parts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", None)
+        if parts is not None:
+            yield {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+
+
+def test_a_list_from_rl_bridge_to_rl_tools_has_what_is_between_them():
+    """Else a package is somebody else's there: its files would be a user's reader, its faults a stranger's."""
+    bridge = {package for package, source in SOURCES.items() if source.startswith("bridge/")}
+    files = [file for folder in (*SOURCES.values(), "tests", ".ci") for file in (ROOT / folder).rglob("*.py")]
+    lists = [
+        (file.relative_to(ROOT).as_posix(), {name.removeprefix("bridge/") for name in names} & bridge)
+        for file in files
+        for names in named_together(file.read_text("utf-8"))
+    ]
+    from_end_to_end = [(file, names) for file, names in lists if {"rl_bridge", "rl_tools"} <= names]
+    assert len(from_end_to_end) >= 5
+    assert [(file, bridge - names) for file, names in from_end_to_end if names != bridge] == []
 
 
 def test_each_part_has_its_extra(unpacked):

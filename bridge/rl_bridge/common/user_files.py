@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools")
+_OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_train", "rl_tools")
 _INSTALLED = {"site-packages", "dist-packages"}
 _BEGIN_PROCESSES = ("reward", "environment")
 _kinds: dict[str, str] = {}

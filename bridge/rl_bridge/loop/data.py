@@ -304,8 +304,10 @@ class Rows:
         """The next ``count`` rows as a ``TokenBatch`` or a ``PairBatch``.
 
         Raises:
-            ValueError: the rows are prompts, which were not loaded for a loss.
+            ValueError: the rows are prompts, which were not loaded for a loss, or ``count`` is below 1.
         """
+        if count < 1:
+            raise ValueError(f"a batch has at least one row, got {count}")
         return self._batch(self.take(count))
 
     def all(self) -> Any:
@@ -433,11 +435,8 @@ def load_rows(
 
 def rows_for_loss(model: Model, encoded_rows: Sequence[Trajectory] | Sequence[Example], **options: Any) -> Rows:
     """Rows that were encoded for a model and a loss; ``options`` are those of ``Rows``."""
-
-    def batch(part: Sequence[Any]) -> TokenBatch | PairBatch:
-        return batch_of(part, model.pad_token) if isinstance(part[0], Example) else collate(part, model.pad_token)
-
-    return Rows(encoded_rows, collate=batch, **options)
+    batch: Callable[..., TokenBatch | PairBatch] = batch_of if isinstance(encoded_rows[0], Example) else collate
+    return Rows(encoded_rows, collate=lambda part: batch(part, model.pad_token), **options)
 
 
 def _count(census: SourceCensus, trained: int, left_out: int, max_length: int | None) -> None:

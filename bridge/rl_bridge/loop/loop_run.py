@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.common.scalars import plain_scalar
-from rl_bridge.common.terminal import tell
+from rl_bridge.common.terminal import remarks, tell
 from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
@@ -147,8 +147,7 @@ class Run:
     ) -> None:
         self._parts, self._named = parts, bool(parts)
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
-        keep_threads(self._run, current_executor(), threads)
-        self._counts, self._closing = counts, ExitStack()
+        self._counts, self._threads = counts, threads
         self._samples = {"every": 10, "kept": 4}
         self._step: int | None = None
         self._stages: list[str] = []
@@ -160,17 +159,19 @@ class Run:
 
     def __enter__(self) -> Self:
         with ExitStack() as entered:
-            entered.enter_context(collector_waits())
             entered.push(self._run.__enter__().__exit__)
-            self._closing = entered.pop_all()
+            keep_threads(self._run, current_executor(), self._threads)
+            entered.pop_all()
         self._entered = True
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._run.keep_remarks(remarks())
         if error is not None:
-            self._closing.__exit__(kind, error, trace)
+            self._run.__exit__(kind, error, trace)
             return
-        with self._closing:  # the summary comes before the folder is given up
+        with ExitStack() as closing:
+            closing.push(self._run.__exit__)  # the summary comes before the folder is given up
             steps = f"{sum(self._done.values())} steps"
             self.summary = {"result": steps, **self._result, **self._counts(), "seconds": round(self._run.seconds, 1)}
             self._run.finish(self.summary)
@@ -202,8 +203,12 @@ class Run:
             raise RuntimeError(
                 "the steps of a run are taken in its block: with Run(…) as run: for step in run.steps(…)"
             )
-        if not self._named:  # a recipe's
-            self._parts |= dict(zip(_names(state or ()), state or (), strict=True))
+        if not self._named:
+            if not state:
+                raise ValueError("each stage of a recipe names its state: run.steps(total, [policy, rows])")
+            added = [part for part in state if not any(part is other for other in self._parts.values())]
+            names = _names([*self._parts.values(), *added])[len(self._parts) :]
+            self._parts |= dict(zip(names, added, strict=True))
         parts = self._parts if state is None else {self._name_of(part): part for part in state}
         stage = next((name for name, part in parts.items() if isinstance(part, Scored)), next(iter(parts)))
         if stage in self._stages:
@@ -216,28 +221,28 @@ class Run:
         else:  # a run that is resumed in this stage syncs the first weights, and takes back what a checkpoint holds
             _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
-        notes = [note for part in parts.values() if isinstance(part, Scored) for note in part.engines.notes]
-        self._run.keep_remarks(list(dict.fromkeys(notes)))
+        self._run.keep_remarks(remarks())
         holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
         sampling = [policy for policy in policies if policy.kind == stage == "policy"]
         completions = self._completions(sampling[0]) if sampling else None
-        for step in self._run.steps(stage, total, state=holders):
-            while policies:  # the first step, with the weights of a checkpoint
-                policies.pop().remember()
-            changed.clear()
-            self._step = self._done[stage] = step
-            if completions is not None:
-                sampling[0].log_completions(completions, step)
-            try:
-                yield step
-            except GeneratorExit:
-                changed.clear()  # a step that the loop leaves is of this stage
-                raise
-            _require_whole(changed, list(parts.values()))
-            if self._step is not None:
-                self.log()
-            phase_ended()
+        with collector_waits():
+            for step in self._run.steps(stage, total, state=holders):
+                while policies:  # the first step, with the weights of a checkpoint
+                    policies.pop().remember()
+                changed.clear()
+                self._step = self._done[stage] = step
+                if completions is not None:
+                    sampling[0].log_completions(completions, step)
+                try:
+                    yield step
+                except GeneratorExit:
+                    changed.clear()  # a step that the loop leaves is of this stage
+                    raise
+                _require_whole(changed, list(parts.values()))
+                if self._step is not None:
+                    self.log()
+                phase_ended()
         self._done[stage] = total
         changed.clear()
 
@@ -284,7 +289,7 @@ class Run:
             ValueError: a name that is the run's own.
             TypeError: what JSON cannot hold, with its name.
         """
-        if own := sorted(numbers.keys() & {"census", "seconds"}):
+        if own := sorted(numbers.keys() & {"census", "seconds", *self._counts()}):
             raise ValueError(f"{own[0]!r} is the run's own in summary.json: give the number another name")
         self._result = {"result": result, **{name: _json(name, value) for name, value in numbers.items()}}
         if self._named:  # the command says itself what a recipe returns

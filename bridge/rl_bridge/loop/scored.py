@@ -1,11 +1,13 @@
 """Models of a loop over one engine each: what they share, and those that are not trained, a reference and a teacher."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 from rl_bridge.algorithms.comparison_training import with_reference
+from rl_bridge.common.terminal import remark_once
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
 from rl_bridge.data.token_batch import TokenBatch
@@ -100,6 +102,7 @@ class Scored:
         self.model, self.turns = model, turns
         self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop", turns=turns)
         self.engines.apart = [other.engine for other in apart_from]
+        self.engines.tell, self.engines.types = remark_once, export_types(model.source)
         self.engine: TrainEngine
 
     def __enter__(self) -> Self:
@@ -121,16 +124,28 @@ class Scored:
         """Hash of the model's files."""
         return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
 
-    def save(self, folder: str | Path, dtype: ExportDtype = "input") -> None:
+    def save(self, folder: str | Path, dtype: ExportDtype | None = None) -> None:
         """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
 
-        "input" writes each weight in the dtype of the folder that the model came from.
+        ``dtype``: of the numbers, as "bfloat16". None: as the model was made for, by default each weight in the dtype
+        of the folder that the model came from.
         """
-        save_pretrained(Path(folder), self.engine, self.model.tokenizer, export_types(self.engines.source, dtype))
+        types = self.engines.types if dtype is None else export_types(self.engines.source, dtype)
+        save_pretrained(Path(folder), self.engine, self.model.tokenizer, types)
 
     def release(self) -> None:
         """Give the model's memory back."""
         self.engine.release()
+
+
+@contextmanager
+def released_by_errors(scored: Scored) -> Iterator[None]:
+    """Release the engine of an object whose constructor fails: nobody else can."""
+    try:
+        yield
+    except BaseException:
+        scored.release()
+        raise
 
 
 class Reference(Scored):

@@ -34,8 +34,9 @@ from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
-from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored
+from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors
 from rl_bridge.models.encoding import encode_row
+from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -57,7 +58,7 @@ class Policy(Scored):
     objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
     coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. What
-    could not be exported is refused at once, unless that was ``rehearsed`` before.
+    could not be exported, in ``export_dtype``, is refused at once, unless that was ``rehearsed`` before.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -88,13 +89,13 @@ class Policy(Scored):
         freeze: Sequence[str] = (),
         seed: int = 0,
         control: Mapping[str, rl_fn.Controller] | None = None,
+        export_dtype: ExportDtype = "input",
         rehearsed: bool = False,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
-        if not rehearsed:
-            self.engines.rehearse_export(model.tokenizer, "input")
+        self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
         self.objective, self.optimizer = objective, optimizer
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self._statistics: BatchStatistics | None = None
@@ -126,7 +127,8 @@ class Policy(Scored):
             self._mismatch = Mismatch(objective, least_share=PolicyConfig.least_effective_share)
             self._remarks = Remarks()
             self.engine = self.engines.policy(optimizer, objective, fused_loss=fused_loss, **options)
-            self.remember()
+            with released_by_errors(self):
+                self.remember()
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""

@@ -15,6 +15,7 @@ from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
 from rl_bridge.loop.trained import require_no_temperature, selected
+from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
@@ -82,8 +83,8 @@ class Critic(Scored):
 class RewardModel(Scored):
     """A model that learns rewards of compared completions: the trunk of ``model`` with a head of zeros.
 
-    The rows come first: they choose the token that the model's tokenizer pads with. ``lora``, ``freeze``, ``seed`` and
-    ``rehearsed`` are those of ``Policy``.
+    The rows come first: they choose the token that the model's tokenizer pads with. ``lora``, ``freeze``, ``seed``,
+    ``export_dtype`` and ``rehearsed`` are those of ``Policy``.
 
     >>> loss = preference_loss("bradley_terry")  # doctest: +SKIP
     >>> rows = load_rows("pairs.jsonl", model, loss)  # doctest: +SKIP
@@ -110,6 +111,7 @@ class RewardModel(Scored):
         lora: LoRAOptions | None = None,
         freeze: Sequence[str] = (),
         seed: int = 0,
+        export_dtype: ExportDtype = "input",
         rehearsed: bool = False,
     ) -> None:
         super().__init__(model, mesh, parallel, turns=turns)
@@ -118,8 +120,7 @@ class RewardModel(Scored):
         require_no_temperature(scoring or ScoringConfig(), loss)
         self.engines.source = ValueSource(model.source, pad_token=model.pad_token)
         self.engines.trained = trained_part(self.engines.source, self.lora, self.freeze, seed)
-        if not rehearsed:
-            self.engines.rehearse_export(model.tokenizer, "input")
+        self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
         self._statistics = BatchStatistics(loss)
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self.engine = self.engines.reward_model(optimizer, loss, **options)
@@ -130,7 +131,13 @@ class RewardModel(Scored):
         return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
 
     def held_out(self, batch: PairBatch) -> dict[str, float]:
-        """The loss of comparisons that are held out under the present weights, and the accuracy with its interval."""
+        """The loss of comparisons that are held out under the present weights, and the accuracy with its interval.
+
+        Raises:
+            TypeError: a batch of anything else.
+        """
+        if not isinstance(batch, PairBatch):
+            raise TypeError(f"{self.loss} is not measured on a {type(batch).__name__}")
         return evaluate_reward_model(self.engine, self.loss, batch)
 
     def settings(self) -> dict[str, Any]:

@@ -169,14 +169,19 @@ class Engines:
         self._run, self.tell = run.folder.name, run.note
         keep_threads(run, self.executor, self.threads)
 
-    def rehearse_export(self, tokenizer: PreTrainedTokenizerBase, dtype: ExportDtype) -> None:
+    def rehearse_export(
+        self, tokenizer: PreTrainedTokenizerBase, dtype: ExportDtype, *, rehearsed: bool = False
+    ) -> None:
         """Write and read back the files of the untrained model, and keep the ``types`` that it will be exported in.
+
+        ``rehearsed``: somebody has written and read them; the types alone are kept.
 
         Raises:
             ValueError: what could not be exported after the training.
         """
         self.types = export_types(self.source, dtype)
-        rehearse_export(self.trained, tokenizer, self.types)
+        if not rehearsed:
+            rehearse_export(self.trained, tokenizer, self.types)
 
     def supervised(self, optimizer: OptimizerConfig, *, updates: int, scoring: ScoringConfig) -> TrainEngine:
         """The engine of the warm start."""
@@ -253,7 +258,13 @@ class Engines:
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         alone = [other for other in self._engines if self.rollout_workers and isinstance(other, InferenceEngine)]
         self._engines.append(engine.build(mesh=self.mesh, not_colocate_with=[*alone, *self.apart]))
-        for note in engine.call("notes"):
+        try:
+            notes = engine.call("notes")
+        except BaseException:
+            self._engines.remove(engine)
+            engine.release()  # nobody else has it yet
+            raise
+        for note in notes:
             if note not in self.notes:
                 self.notes.append(note)
                 self.tell(note)

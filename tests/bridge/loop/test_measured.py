@@ -2,10 +2,13 @@
 
 import gc
 import json
+import shutil
+import weakref
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 import rl_fn
 from rl_bridge import (
@@ -19,11 +22,16 @@ from rl_bridge import (
     Run,
     ScoringConfig,
     current_executor,
+    load_model,
     load_rows,
     preference_loss,
 )
+from rl_bridge.data.census import Census, SourceCensus
 from rl_bridge.engines import Mesh
+from rl_bridge.engines.engine import Engine
 from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.run.options import RunOptions
+from tests.support.results import metrics
 
 PROMPTS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0" * (1 + i)} for i, row in enumerate(PROMPTS)]
@@ -102,16 +110,94 @@ def test_a_reference_that_scored_once_has_the_numbers_of_one_that_scores_each_st
         assert one == pytest.approx(other, rel=1e-6)
 
 
+def weights(part):
+    """Copies of the parameters by name, of the only worker."""
+    module = part.engine.executor._host.workers[part.engine.name].module
+    return {name: parameter.detach().clone() for name, parameter in module.model.named_parameters()}
+
+
 @pytest.mark.parametrize("name", ["sft", "reward model"])
-def test_adapters_and_frozen_parameters_alone_move(model, name):
-    whole, rows = trained(model, name)
-    part, _ = trained(model, name, lora=LoRAOptions(rank=2), seed=3)
-    frozen, _ = trained(model, name, freeze=("model.embed_tokens.*", "*.layers.*"))
-    with whole, part, frozen:
-        for one in (whole, part, frozen):
-            one.update(rows.all()) if name == "sft" else one.update(rows.batch(4))
-        assert {"lora"} <= part.settings().keys() and {"freeze"} <= frozen.settings().keys()
-        assert not {"lora", "freeze"} & whole.settings().keys()
+@pytest.mark.parametrize("options", [{"lora": LoRAOptions(rank=2)}, {"freeze": ("*.embed_tokens.*", "*.layers.*")}])
+def test_adapters_or_what_is_not_frozen_alone_move(model, name, options):
+    """Of a reward model the head of one number moves in every case: it begins at zero."""
+    part, rows = trained(model, name, **options)
+    with part:
+        before = weights(part)
+        for _ in range(3):  # of an adapter's two matrices one begins at 0, and so does the head of rewards
+            part.update(rows.batch(4))
+        moved = {key for key, value in weights(part).items() if not torch.equal(value, before[key])}
+        kind = next(iter(options))
+        assert moved and kind in part.settings()
+        if kind == "lora":
+            assert any("lora" in key for key in moved) and all("lora" in key or "score" in key for key in moved)
+        else:
+            assert not any(word in key for key in moved for word in ("embed_tokens", "layers"))
+
+
+class Cycle:
+    """Holds itself, and so lives until a collection."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_is_collected_between_two_steps_and_as_ever_around_them(model, tmp_path):
+    part, rows = trained(model, "sft")
+    with part, Run("run", state=[part, rows], output=tmp_path) as run:
+        assert gc.isenabled()
+        before = None
+        for _ in run.steps(3):
+            assert before is None or before() is None
+            before = weakref.ref(Cycle())
+            assert not gc.isenabled() and before() is not None
+            run.log(part.update(rows.batch(2)))
+        assert gc.isenabled()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_model_that_cannot_be_made_keeps_no_slot(model, name, monkeypatch):
+    held = current_executor().held
+    before = {slot: list(names) for slot, names in held.items()}
+
+    def broken(engine, method, *arguments, **options):
+        raise RuntimeError(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "call", broken)
+        with pytest.raises(RuntimeError):
+            trained(model, name)
+    assert {slot: list(names) for slot, names in held.items()} == before
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_a_folder_is_exported_in_is_known_before_the_training(model, name, tmp_path):
+    """The folder of the base model may be gone, or another, by then."""
+    with trained(model, "sft")[0] as whole:
+        whole.save(tmp_path / "base", "bfloat16")
+    part, _ = trained(load_model(str(tmp_path / "base")), name)
+    with part:
+        part.engine.call("weights_version")
+        shutil.rmtree(tmp_path / "base")
+        part.save(tmp_path / "trained")
+    assert {value.dtype for value in load_file(tmp_path / "trained" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_stages_of_a_recipe_name_their_state(model, tmp_path):
+    first, rows = trained(model, "sft")
+    second, _ = trained(model, "sft")
+    census = Census(data=SourceCensus(read=8, trained=8))
+    with first, second, Run.of(RunOptions(output=tmp_path), {}, census=census) as run:
+        with pytest.raises(ValueError, match="each stage of a recipe names its state"):
+            next(run.steps(2))
+        for part in (first, second):
+            for _ in run.steps(2, [part, rows]):
+                run.log(part.update(rows.batch(2)))
+        with pytest.raises(ValueError, match="'left_out' is the run's own"):
+            run.finish("over", left_out=3)
+        run.finish("over", mine=4)
+    assert run.summary["result"] == "over" and run.summary["rows"] == 8 and run.summary["mine"] == 4
+    stages = [record["stage"] for record in metrics(tmp_path / "run") if "stage" in record]
+    assert stages == ["sft", "sft", "sft-2", "sft-2"]
 
 
 def test_settings_of_a_loss_are_checked_where_it_is_made():

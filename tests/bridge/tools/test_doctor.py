@@ -18,7 +18,8 @@ from importlib import metadata
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("rl_fn", "rl_kernels", "rl_bridge", "rl_tools"):
+        ours = ("rl_fn", "rl_kernels", "rl_bridge", "rl_train", "rl_tools")
+        if top not in sys.stdlib_module_names and top not in ours:
             raise ModuleNotFoundError(f"No module named {top!r}", name=top)
 
 def absent(name):
