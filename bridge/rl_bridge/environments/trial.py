@@ -83,7 +83,7 @@ def _place(row: Mapping[str, Any]) -> str:
 
 
 class AtTrial(RuntimeError):
-    """What the user's ``step`` or ``close`` raised."""
+    """The user's ``step`` or ``close`` raised."""
 
 
 @dataclass(frozen=True)
