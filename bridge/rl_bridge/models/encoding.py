@@ -241,7 +241,7 @@ def _encode(
     return ids
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
     """The numbers of ``tokenizer(text)``, without what transformers does around each call where that changes nothing.
 
     What it does takes ten times as long as a short text's tokens. A tokenizer whose class has a call of its own, or one
@@ -257,8 +257,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool
         backend = tokenizer.backend_tokenizer
         unset = backend.truncation is None and backend.padding is None
         if unset and backend.encode_special_tokens == tokenizer.split_special_tokens:
-            return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    ids: Any = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+            return backend.encode(text, add_special_tokens=special).ids
+    ids: Any = tokenizer(text, add_special_tokens=special).input_ids
     return ids
 
 
