@@ -77,7 +77,7 @@ class Session:
 
     def reset(self, row: Mapping[str, Any]) -> Step | Awaitable[Step]:
         """The opening messages. The environment gets a copy of the row."""
-        with the_users_code(), _not_of_a_thread():
+        with the_users_code(), not_of_a_thread():
             self._environment = self._factory()
             tools = getattr(self._environment, "tools", None)
             self.tools = tools_of(row) if tools is None else tuple(tools)
@@ -85,7 +85,7 @@ class Session:
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
         """The environment's answer to the conversation, of which it gets a copy."""
-        with the_users_code(), _not_of_a_thread():
+        with the_users_code(), not_of_a_thread():
             return _then_checked(self._environment.step([dict(message) for message in messages]), "step")
 
     def give_up(self) -> None:
@@ -103,14 +103,14 @@ def _then_checked(answer: Any, method: str) -> Step | Awaitable[Step]:
         return _checked(answer, method)
 
     async def checked() -> Step:
-        with _not_of_a_thread():
+        with not_of_a_thread():
             return _checked(await answer, method)
 
     return checked()
 
 
 @contextmanager
-def _not_of_a_thread() -> Iterator[None]:
+def not_of_a_thread() -> Iterator[None]:
     """SIGALRM, among others, is for a main thread: every conversation would fail, or the policy read the error."""
     try:
         yield

@@ -13,6 +13,7 @@ from typing import Any
 from rl_bridge.common import event_loop
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import FileFactory
+from rl_bridge.environments.trial import Trial
 
 
 def serve(control: socket.socket) -> None:
@@ -22,7 +23,7 @@ def serve(control: socket.socket) -> None:
         path, factory = pickle.loads(connection.recv_bytes())
         sys.path[:] = path
         factory = pickle.loads(factory)
-        if isinstance(factory, FileFactory):
+        if isinstance(factory, FileFactory | Trial):
             factory.load()  # Once, not in every child.
     except Exception as error:
         connection.send_bytes(pickle.dumps(_portable(error)))

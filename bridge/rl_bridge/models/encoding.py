@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shortened
 from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
@@ -35,7 +35,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_c
             ids = _encode(tokenizer, text, "prompt")
         else:
             ids = _beginning(tokenizer, "".join(content_of(message) for message in chat.prompt))
-    if not ids or not all(isinstance(token, int) for token in ids):
+    of_row = ids is chat.prompt  # else the tokenizer's, which are numbers
+    if not ids or (of_row and not all(isinstance(token, int) for token in ids)):
         raise ValueError(f"a prompt must be text, messages or token ids and not be empty, got {chat.prompt!r}")
     return list(ids)
 
@@ -84,9 +85,9 @@ def encode_row(
         return _encode(tokenizer, text, what, behind=tokens) if tokens else _beginning(tokenizer, text)
 
     def add_turn(text: str, what: str, *, counts: bool = True) -> None:
-        end = str(tokenizer.eos_token)
+        end, number = str(tokenizer.eos_token), _end(tokenizer)
         ids = of(text.rstrip() if text.rstrip().endswith(end) else text, what)
-        ids = ids if ids[-1:] == [_end(tokenizer)] else [*ids, _end(tokenizer)]  # the text has its own
+        ids = ids if ids[-1:] == [number] else [*ids, number]  # the text has its own
         add(ids, len(ids) if counts else 0)
 
     if alone is not None:
@@ -111,18 +112,19 @@ def encode_row(
         if not to_end and texts:
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             require_every(tokenizer, replace(chat, prompt=messages[: last + 1]), "".join(text for text, _ in texts))
+        special = special_ids(tokenizer)
         for text, place in texts:
             ids = _encode(tokenizer, text, "conversation", behind=tokens)
-            add(ids, _length_of_turn(tokenizer, ids) if place in turns else 0)
+            add(ids, _length_of_turn(tokenizer, ids, special) if place in turns else 0)
             if place in turns:
                 turns[place] = text
-        if any(mask[-1:]) and tokens[-1] not in special_ids(tokenizer) and not to_end:
+        if any(mask[-1:]) and tokens[-1] not in special and not to_end:
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
         for place, text in () if to_end else turns.items():
             require_whole(tokenizer, chat, place, text)
-    return replace(_trajectory(tokens, mask, row, messages, to_end=to_end), tools=tuple(chat.tools))
+    return _trajectory(tokens, mask, row, messages, tuple(chat.tools), to_end=to_end)
 
 
 def encode_completion(
@@ -179,7 +181,13 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], str | 
 
 
 def _trajectory(
-    tokens: list[int], mask: list[bool], row: Mapping[str, Any], messages: tuple, *, to_end: bool
+    tokens: list[int],
+    mask: list[bool],
+    row: Mapping[str, Any],
+    messages: tuple,
+    tools: tuple[Any, ...],
+    *,
+    to_end: bool,
 ) -> Trajectory:
     if True not in mask[1:]:
         raise ValueError(f"the row has no token of the assistant to learn: {shortened(messages)}")
@@ -195,13 +203,15 @@ def _trajectory(
         turns=sum(message["role"] == "assistant" for message in messages),
         row=row,
         messages=messages,
+        tools=tools,
     )
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Text at the start of a sequence, with the special tokens that the tokenizer puts before one."""
     ids = _encode(tokenizer, text, "prompt", add_special_tokens=True)
-    begins, ends = ids[:2] == [tokenizer.bos_token_id] * 2, ids[-1:] == [tokenizer.eos_token_id]
+    twice = len(ids) > 1 and ids[0] == ids[1]
+    begins, ends = twice and ids[0] == tokenizer.bos_token_id, ids[-1:] == [tokenizer.eos_token_id]
     if not begins and not ends:
         return ids
     plain = _encode(tokenizer, text, "prompt")
@@ -220,15 +230,35 @@ def _encode(
 ) -> list[int]:
     """Token ids of text that stands ``behind`` other tokens."""
     try:
-        ids = tokenizer(text, add_special_tokens=add_special_tokens).input_ids
+        ids = _ids(tokenizer, text, add_special_tokens)
         if behind and ids and _puts_space(tokenizer, ids[0], text):
             # That space is for a text that begins: encoded behind something, this text begins nothing.
             special: Any = tokenizer.convert_ids_to_tokens(behind[-1])
             before = special if behind[-1] in special_ids(tokenizer) else "\n"
-            first = tokenizer(before, add_special_tokens=False).input_ids
-            ids = tokenizer(before + text, add_special_tokens=False).input_ids[len(first) :]
+            ids = _ids(tokenizer, before + text)[len(_ids(tokenizer, before)) :]
     except Exception as error:  # the tokenizers library raises bare Exception for a character it does not know
         raise ValueError(f"the tokenizer cannot encode the {what} {text!r}: {error}") from error
+    return ids
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
+    """The numbers of ``tokenizer(text)``, without what transformers does around each call where that changes nothing.
+
+    What it does takes ten times as long as a short text's tokens. A tokenizer whose class has a call of its own, or one
+    that would first have to be set, is called.
+    """
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+        and not hasattr(kind, "_switch_to_input_mode")
+    ):
+        backend = tokenizer.backend_tokenizer
+        unset = backend.truncation is None and backend.padding is None
+        if unset and backend.encode_special_tokens == tokenizer.split_special_tokens:
+            return backend.encode(text, add_special_tokens=special).ids
+    ids: Any = tokenizer(text, add_special_tokens=special).input_ids
     return ids
 
 
@@ -238,9 +268,8 @@ def _puts_space(tokenizer: PreTrainedTokenizerBase, first: int, text: str) -> bo
     return token.startswith("▁") and not text.startswith((" ", "▁"))
 
 
-def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
+def _length_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], special: set[int]) -> int:
     """Tokens of a turn up to its end, as the policy draws them: not the line's end that a template writes behind."""
-    special = special_ids(tokenizer)
     end = next((place for place in range(len(ids), 0, -1) if ids[place - 1] in special), len(ids))
     # A special token in the middle, as </think>, ends no turn.
     return len(ids) if str(tokenizer.decode(ids[end:])).strip() else end

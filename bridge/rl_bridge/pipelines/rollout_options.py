@@ -18,14 +18,16 @@ from rl_bridge.algorithms.completions import Complete, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_files import content_of
+from rl_bridge.data.messages import Chat, arguments_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
+from rl_bridge.environments.trial import try_environment
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.own_model import OwnSource
 from rl_bridge.models.row_checks import longest_sequence
-from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.rollout import InProcessRollout
@@ -193,6 +195,28 @@ class EnvironmentOptions(RewardOptions):
             longest = longest_sequence(source.empty())
         self._require_room(longest)
         return load_environment(self.environment)
+
+    def try_environment(
+        self,
+        environment: EnvironmentFactory | None,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        """Let the environment begin one conversation and answer an empty turn: a fault shows before a warm start.
+
+        Raises:
+            ValueError: it fails, or the chat template cannot write the first messages.
+        """
+        if environment is None:
+            return
+        in_thread = not self.environment_processes
+        row, first, tools = try_environment(environment, rows, limit=self.environment_timeout, in_thread=in_thread)
+        try:
+            TurnTemplate(tokenizer).opening(Chat(first.messages, tools, arguments_of(row)))
+        except UnusableTemplate:
+            raise
+        except ValueError:
+            pass  # of this row alone: its conversations fail, and others begin
 
     def require_engine(self, rollout: InferenceEngine) -> None:
         """Refuse conversations that are longer than this engine holds, before a warm start that would be in vain.

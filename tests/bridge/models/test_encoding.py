@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from rl_bridge.models.chat_templates import ChangedEarlierText, use_template
-from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row, special_ids
+from rl_bridge.models.encoding import _ids, encode_completion, encode_prompt, encode_row, special_ids
 from tests.support.chat_templates import CHATML, KINDS, bytes_tokenizer, pieces_tokenizer
 
 CHAT = [
@@ -275,3 +275,43 @@ def test_a_template_may_refuse_what_no_row_says(tmp_path):
     file.write_text("{{ raise_exception('a system message is needed') if messages[0].role != 'system' }}")
     use_template(tokenizer, file)
     assert tokenizer.chat_template == file.read_text()
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer with a call of its own."""
+
+    def __call__(self, text, **options):
+        return super().__call__(text.upper(), **options)
+
+
+def as_it_is(tokenizer):
+    return tokenizer
+
+
+def truncating(tokenizer):
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    return tokenizer
+
+
+def padding(tokenizer):
+    tokenizer.backend_tokenizer.enable_padding(length=9)
+    return tokenizer
+
+
+def splitting(tokenizer):
+    tokenizer.split_special_tokens = True
+    return tokenizer
+
+
+def shouting(tokenizer):
+    return Shouting(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+
+
+@pytest.mark.parametrize("change", [as_it_is, truncating, padding, splitting, shouting])
+@pytest.mark.parametrize("kind", [*KINDS, "pieces"])
+def test_a_text_s_tokens_are_those_of_a_call_of_the_tokenizer(kind, change):
+    tokenizers = [change(pieces_tokenizer() if kind == "pieces" else bytes_tokenizer(kind)) for _ in range(2)]
+    for text in ("", " the  answer", "What is 12?<|im_end|><eos></s>\n", "<|im_start|>user", "<bos>1+1?"):
+        for special in (False, True):
+            here, called = tokenizers
+            assert _ids(here, text, special) == called(text, add_special_tokens=special).input_ids

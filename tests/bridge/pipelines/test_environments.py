@@ -60,7 +60,7 @@ def test_the_policy_learns_from_an_environment_s_rewards(arguments, run_to_end, 
     "name, said",
     [
         ("Silent", "reward environment on .*: the environment gave none; its steps say reward="),
-        ("Fails", "the environment failed in all 8 conversations; .*OSError: no server"),
+        ("Fails", r"the environment was tried before the run, and fails in reset\(\) with .*: OSError: no server"),
         ("Missing", "game.py has no class or function 'Missing'"),
     ],
 )

@@ -1,0 +1,153 @@
+"""An environment that is broken is refused before a run, and its trial changes nothing of the run."""
+
+import random
+
+import pytest
+
+from rl_bridge.common.terminal import remarks
+from rl_bridge.environments import load_environment
+from rl_bridge.environments.trial import try_environment
+
+FILE = """
+import random, signal
+from rl_bridge.environments import Step
+
+COUNT = []
+
+class Game:
+    tools = [{"type": "function"}]
+    def reset(self, row):
+        COUNT.append(random.random())
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, messages):
+        assert messages[-1] == {"role": "assistant", "content": ""}
+        return Step(messages=[{"role": "tool", "content": "4"}], reward=1.0)
+    def close(self):
+        COUNT.clear()
+
+class Later(Game):
+    async def reset(self, row):
+        return super().reset(row)
+    async def step(self, messages):
+        return super().step(messages)
+
+class NotMade(Game):
+    def __init__(self):
+        raise OSError("no server")
+
+class NoReset(Game):
+    def reset(self, row):
+        raise OSError("no server")
+
+class LeavesReset(Game):
+    def reset(self, row):
+        raise SystemExit("no server")
+
+class Nothing(Game):
+    def reset(self, row):
+        return []
+
+class OfOneRow(Game):
+    def reset(self, row):
+        if row["prompt"] != "right":
+            raise KeyError("board")
+        return super().reset(row)
+
+class Text(Game):
+    def step(self, messages):
+        return "4"
+
+class Infinite(Game):
+    def step(self, messages):
+        return Step(reward=float("inf"))
+
+class Raises(Game):
+    def step(self, messages):
+        return Step(reward=int(messages[-1]["content"]))
+
+class RaisesLater(Game):
+    async def step(self, messages):
+        return Step(reward=int(messages[-1]["content"]))
+
+class Slow(Game):
+    def step(self, messages):
+        while True:
+            pass
+
+class Closed(Game):
+    def close(self):
+        raise OSError("no server")
+
+class Alarm(Game):
+    def reset(self, row):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        return super().reset(row)
+"""
+ROWS = [{"prompt": "1+1=", "_where": "a.jsonl, row 1"}, {"prompt": "right", "_where": "a.jsonl, row 2"}]
+BEFORE = "the environment was tried before the run, and fails in "
+REFUSED = {
+    "NotMade": rf"{BEFORE}reset\(\) with a.jsonl, row 1: OSError: no server; so it does with 1 more",
+    "NoReset": rf"{BEFORE}reset\(\) with a.jsonl, row 1: OSError: no server; so it does with 1 more",
+    "LeavesReset": rf"{BEFORE}reset\(\) with a.jsonl, row 1: .*no server; so it does with 1 more",
+    "Nothing": rf"{BEFORE}reset\(\) with a.jsonl, row 1: .*there is nothing to begin a conversation with",
+    "Text": rf"{BEFORE}step\(\) with a.jsonl, row 1: TypeError: step\(\) returned '4', expected a Step",
+    "Infinite": rf"{BEFORE}step\(\) with a.jsonl, row 1: ValueError: step\(\) gave the reward inf",
+}
+TRIED = "the environment was tried with a.jsonl, row 1 and an empty turn of the policy, and failed: "
+NAMED = {
+    "Raises": "ValueError: invalid literal for int() with base 10: ''",
+    "RaisesLater": "ValueError: invalid literal for int() with base 10: ''",
+    "Slow": "took longer than 5 s, and its process was ended",
+    "Closed": "OSError: no server",
+}
+
+
+@pytest.fixture
+def tried(tmp_path):
+    """Tries an environment of the file; what it named before is forgotten."""
+    file = tmp_path / "game.py"
+    file.write_text(FILE)
+    remarks()
+    return lambda name, in_thread=True: try_environment(
+        load_environment(f"{file}:{name}"), ROWS, limit=5, in_thread=in_thread
+    )
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("name", ["Game", "Later", "OfOneRow"])
+def test_an_environment_that_works_with_a_row_passes(tried, name, in_thread):
+    row, first, tools = tried(name, in_thread)
+    assert row == ROWS[name == "OfOneRow"]
+    assert first.messages == [{"role": "user", "content": row["prompt"]}]
+    assert tools == ({"type": "function"},)
+    assert remarks() == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_broken_environment_is_refused(tried, name):
+    with pytest.raises(ValueError, match=REFUSED[name]):
+        tried(name, in_thread=name in ("NotMade", "Text"))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_an_environment_raises_at_an_empty_turn_is_named(tried, name):
+    tried(name)
+    assert remarks() == [TRIED + NAMED[name]]
+
+
+def test_an_environment_of_a_main_thread_is_refused_where_a_run_calls_it_in_others(tried):
+    tried("Alarm", in_thread=False)
+    with pytest.raises(ValueError, match=r"fails in reset\(\) .*--environment-processes N"):
+        tried("Alarm")
+
+
+def test_the_trial_changes_nothing_of_this_process(tried, tmp_path):
+    factory = load_environment(f"{tmp_path / 'game.py'}:Game")
+    count = type(factory()).reset.__globals__["COUNT"]
+    random.seed(3)
+    state = random.getstate()
+    tried("Game")
+    assert count == [] and random.getstate() == state
+    count.append(1.0)
+    tried("Game")  # its close() empties the list of its own process
+    assert count == [1.0]
