@@ -276,8 +276,7 @@ def train_and_evaluate(
     census.settle(trained=len(train_rows), held_out=len(held_out), step=pipeline.rows_of_steps())
     rewards = reward if isinstance(reward, Rewards) else load(reward)
     rewards.try_on(train_rows, tokenizer, beside=pipeline.asynchronous.on)
-    environment = pipeline.environments(source)
-    pipeline.try_environment(environment, train_rows, tokenizer)
+    environment = pipeline.tried(pipeline.environments(source), train_rows, tokenizer)
     marks = {"data": of_rows(train_rows, held_out), "reward": rewards.fingerprint} | pipeline.fingerprints(tokenizer)
     rollout_workers = pipeline.asynchronous.rollout_workers
     engines = pipeline.engines(executor, pipeline.mesh.of(len(executor.slots) - (rollout_workers or 0)), source)

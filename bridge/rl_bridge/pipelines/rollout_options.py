@@ -196,19 +196,19 @@ class EnvironmentOptions(RewardOptions):
         self._require_room(longest)
         return load_environment(self.environment)
 
-    def try_environment(
+    def tried(
         self,
         environment: EnvironmentFactory | None,
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        """Let the environment begin one conversation and answer an empty turn: a fault shows before a warm start.
+    ) -> EnvironmentFactory | None:
+        """The environment, which has begun a conversation and answered an empty turn: a fault shows before a warm start.
 
         Raises:
             ValueError: it fails, or the chat template cannot write the first messages.
         """
         if environment is None:
-            return
+            return None
         in_thread = not self.environment_processes
         row, first, tools = try_environment(environment, rows, limit=self.environment_timeout, in_thread=in_thread)
         try:
@@ -217,6 +217,7 @@ class EnvironmentOptions(RewardOptions):
             raise
         except ValueError:
             pass  # of this row alone: its conversations fail, and others begin
+        return environment
 
     def require_engine(self, rollout: InferenceEngine) -> None:
         """Refuse conversations that are longer than this engine holds, before a warm start that would be in vain.
