@@ -202,7 +202,7 @@ class EnvironmentOptions(RewardOptions):
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
     ) -> EnvironmentFactory | None:
-        """The environment, which has begun one conversation and answered an empty turn: faults show before a warm start.
+        """The environment, once it has begun a conversation and answered an empty turn: before a warm start.
 
         Raises:
             ValueError: it fails, or the chat template cannot write the first messages.
