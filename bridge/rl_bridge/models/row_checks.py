@@ -363,6 +363,24 @@ def require_as_long(
             raise ValueError(f"the {role} cannot read what the policy may say: {error}") from error
 
 
+def require_room(
+    longest: int, tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, Any]], new_tokens: int
+) -> None:
+    """Refuse rows behind which an engine that holds ``longest`` tokens cannot draw ``new_tokens``.
+
+    Raises:
+        ValueError: the first few of them.
+    """
+    encode, bad, total = prompted(tokenizer), [], 0
+    for total, row in enumerate(rows, 1):
+        if (count := len(encode(row)[1])) + new_tokens > longest:
+            bad.append(
+                f"{row.get('_where', f'row {total}')}: the row has {count} tokens and {new_tokens} are sampled behind; "
+                f"the engine holds {longest} (--rollout.vllm.max-model-len, or the model's positions)"
+            )
+    refuse(bad, total)
+
+
 class Fits:
     """Whether a row fits a model, with what is known of the characters of the rows before."""
 

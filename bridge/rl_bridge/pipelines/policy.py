@@ -308,7 +308,7 @@ def train_and_evaluate(
             objective=objective,
             census=census,
         )
-        pipeline.require_engine(stages.rollout)
+        pipeline.require_engine(stages.rollout, [*train_rows, *held_out], tokenizer, pipeline.policy.sampling)
         supervised = stages.warm_start()
         before = stages.evaluated_before()
         models = stages.models(supervised, teacher)

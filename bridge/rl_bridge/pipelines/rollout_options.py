@@ -26,7 +26,7 @@ from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.trial import try_environment
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.own_model import OwnSource
-from rl_bridge.models.row_checks import longest_sequence
+from rl_bridge.models.row_checks import longest_sequence, require_room
 from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
 from rl_bridge.rewards import RewardOptions, Rewards, load
 from rl_bridge.rewards.sources import named
@@ -219,14 +219,23 @@ class EnvironmentOptions(RewardOptions):
             pass  # of this row alone: its conversations fail, and others begin
         return environment
 
-    def require_engine(self, rollout: InferenceEngine) -> None:
-        """Refuse conversations that are longer than this engine holds, before a warm start that would be in vain.
+    def require_engine(
+        self,
+        rollout: InferenceEngine,
+        rows: Sequence[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingOptions,
+    ) -> None:
+        """Refuse what is longer than this engine holds, before a warm start that would be in vain.
 
         Raises:
-            ValueError: with both numbers.
+            ValueError: with both numbers, and of rows without an environment the first few.
         """
+        longest = rollout.ends()[1]
         if self.environment is not None:
-            self._require_room(rollout.ends()[1])
+            self._require_room(longest)
+        elif longest is not None:
+            require_room(longest, tokenizer, rows, sampling.max_new_tokens)
 
     def _require_room(self, longest: int | None) -> None:
         Limits(max_turns=self.max_turns, turn_tokens=1, all_tokens=self.max_trajectory_tokens, longest=longest)

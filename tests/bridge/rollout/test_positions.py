@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rl_bridge.algorithms.policy_setup import SamplingOptions
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Request, RowRequest, SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine
@@ -228,3 +229,22 @@ def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(
     with contextlib.nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
         require_as_long(beside, policy, TOKENIZER, rows, **options)
     require_as_long(policy, ValueSource(tiny(), pad_token=0), TOKENIZER, rows, **options)
+
+
+@pytest.mark.parametrize("environment", [None, "no_such.py:Talks"])
+@pytest.mark.parametrize(
+    ("holds", "refusal"),
+    [
+        (None, None),
+        (POSITIONS, None),
+        (POSITIONS - 1, r"^b.jsonl, row 2: the row has 4 tokens and 20 are sampled behind; .* holds 23 "),
+    ],
+)
+def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(environment, holds, refusal):
+    """An engine may hold fewer tokens than the model has positions: vLLM's max_model_len. Conversations have no rows."""
+    rollout = SimpleNamespace(ends=lambda: (frozenset(), holds))
+    rows = [{"prompt": "1" * length, "_where": f"b.jsonl, row {length - 2}"} for length in (3, 4)]
+    options, sampling = EnvironmentOptions(environment=environment), SamplingOptions(max_new_tokens=POSITIONS - 4)
+    refused = environment is None and refusal
+    with pytest.raises(ValueError, match=refusal) if refused else contextlib.nullcontext():
+        options.require_engine(rollout, rows, TOKENIZER, sampling)
