@@ -241,7 +241,7 @@ def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(
     ],
 )
 def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(environment, holds, refusal):
-    """An engine may hold fewer tokens than the model has positions: vLLM's max_model_len. Conversations have no rows."""
+    """An engine may hold fewer tokens than the model has positions (vLLM's max_model_len). Conversations are apart."""
     rollout = SimpleNamespace(ends=lambda: (frozenset(), holds))
     rows = [{"prompt": "1" * length, "_where": f"b.jsonl, row {length - 2}"} for length in (3, 4)]
     options, sampling = EnvironmentOptions(environment=environment), SamplingOptions(max_new_tokens=POSITIONS - 4)
