@@ -26,7 +26,14 @@ from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_tools.cli import main
 from tests.support.results import metrics
 
-REWARD = "import zlib\n\ndef reward(completion, row):\n    return zlib.crc32(completion.encode()) % 997 / 997\n"
+REWARD = """import zlib
+
+def unlike(completion, row):
+    return zlib.crc32(completion.encode()) % 997 / 997
+
+def alike(completion, row):
+    return unlike(completion, row) if zlib.crc32(row["prompt"].encode()) % 2 else 0.5
+"""
 RECIPES, KL, ENTROPY = rl_fn.recipes, rl_fn.components.KL, rl_fn.components.EntropyBonus
 GRPO = ["objective:grpo", "--objective.kl.coef", "0.02"]
 LINEAR = ["--kl-control.kind", "linear", "--kl-control.target", "0.001", "--kl-control.horizon", "64"]
@@ -47,6 +54,8 @@ class Variant:
     moves: str | None = None
     """The coefficient that the controller changes."""
     rescored: bool = False
+    updates: int = 1
+    """With several, half of the prompts have one reward."""
 
 
 VARIANTS = {
@@ -73,12 +82,21 @@ VARIANTS = {
     "log-probabilities of its own": Variant(
         ["objective:dapo", "--policy.recompute-old-logprobs"], RECIPES.dapo(), rescored=True
     ),
+    "several updates": Variant(GRPO, RECIPES.grpo().replace(kl=KL("k3", 0.02)), updates=2),
+    "several updates, rows without a gradient": Variant(
+        ["objective:dapo", "--policy.recompute-old-logprobs"], RECIPES.dapo(), rescored=True, updates=2
+    ),
 }
 
 
 def unlike(completion, row):
     """A reward that differs in each group: all rows have a gradient, and go through the same micro-batches."""
     return zlib.crc32(completion.encode()) % 997 / 997
+
+
+def alike(completion, row):
+    """Equal rewards in the groups of half of the prompts."""
+    return unlike(completion, row) if zlib.crc32(row["prompt"].encode()) % 2 else 0.5
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +118,8 @@ def loop(model_folder, problems, teacher_folder, tmp_path):
         objective = variant.objective
         fields = (*objective.required_rollout_fields, *objective.required_batch_fields)
         rollout = Rollout(source)
-        policy = Policy(source, objective, AdamW(0.02, warmup=0, total=3, beta2=0.99), control=variant.control)
+        optimizer = AdamW(0.02, warmup=0, total=3 * variant.updates, beta2=0.99)
+        policy = Policy(source, objective, optimizer, control=variant.control)
         beside = [Reference(source)] if "ref_logprobs" in fields else []
         beside += [Teacher(load_model(str(teacher_folder)), source)] if "teacher_logprobs" in fields else []
         try:
@@ -115,12 +134,20 @@ def loop(model_folder, problems, teacher_folder, tmp_path):
                     greedy = None
                     if "greedy_rewards" in fields:
                         greedy = rollout.generate(prompts, SamplingParams(max_new_tokens=5, temperature=0.0))
-                    groups = rollout.generate(prompts, sampling).score(unlike, greedy=greedy)
-                    batch = policy.score(groups.batch()) if variant.rescored else groups.batch()
-                    for model in beside:
-                        batch = model.score(batch)
-                    batch = batch.with_advantages(objective, coefficients=policy.coefficients)
-                    steps.log(policy.update(batch), groups)
+                    reward = alike if variant.updates > 1 else unlike
+                    groups = rollout.generate(prompts, sampling).score(reward, greedy=greedy)
+                    batch, several = groups.batch(), {"updates": variant.updates}
+                    if variant.updates > 1:  # what is scored behind the advantages is what the update reads
+                        batch = batch.with_advantages(objective, coefficients=policy.coefficients)
+                        batch = policy.score(batch, **several) if variant.rescored else batch
+                        for model in beside:
+                            batch = model.score(batch, **several)
+                    else:
+                        batch = policy.score(batch) if variant.rescored else batch
+                        for model in beside:
+                            batch = model.score(batch)
+                        batch = batch.with_advantages(objective, coefficients=policy.coefficients)
+                    steps.log(policy.update(batch, **several), groups)
                 policy.save(steps.folder / "model")
         finally:
             current_executor().stop()
@@ -154,7 +181,8 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     (tmp_path / "reward.py").write_text(REWARD)
     settings = {
         "--model": model_folder, "--data": problems, "--eval-data": problems, "--output": tmp_path, "--name": "command",
-        "--reward": f"{tmp_path / 'reward.py'}:reward", "--policy.steps": 3, "--policy.prompts-per-step": 4,
+        "--reward": f"{tmp_path / 'reward.py'}:{'alike' if variant.updates > 1 else 'unlike'}",
+        "--policy.steps": 3, "--policy.updates-per-step": variant.updates, "--policy.prompts-per-step": 4,
         "--policy.responses-per-prompt": 4, "--policy.sampling.max-new-tokens": 5, "--optimizer.learning-rate": 0.02,
         "--optimizer.warmup": 0, "--optimizer.decay": "linear", "--optimizer.beta2": 0.99, "--samples-every": 2,
     }  # fmt: skip
@@ -173,6 +201,7 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
     if variant.moves is not None:
         assert len({record[variant.moves] for record in whole}) == 3
     assert ("mismatch/alarm" in whole[0]) == variant.rescored
+    assert any(record["informative"] < 1 for record in whole) == (variant.updates > 1 and variant.rescored)
     with pytest.raises(KeyboardInterrupt):
         loop("stopped", variant, stop_at=2)
     assert [only_numbers(record) for record in loop("stopped", variant, resume=True)] == whole

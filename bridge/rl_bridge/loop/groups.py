@@ -253,21 +253,30 @@ class GroupBatch:
         ``policy.coefficients``, where the policy has a controller of the KL that is taken off the rewards.
 
         Raises:
-            ValueError: the objective reads log-probabilities or values that no model has given yet.
+            ValueError: the advantages read log-probabilities or values that no model has given yet.
         """
         advantages, sampled = _advantages(objective), self.groups.scored
         tokens, terms = self.tokens, dict(coefficients or {})
         present = {"ref_logprobs": tokens.ref_logprobs, "values": tokens.old_values}
         present |= {"teacher_logprobs": tokens.teacher_logprobs, "greedy_rewards": sampled.greedy_rewards}
-        for name, source in SCORED_BY.items():
-            if name in advantages.fields and present.get(name) is None:
-                raise ValueError(f"{objective.name} reads {name}, which {source} gives")
+        require_scored(objective, objective.required_rollout_fields, present)
         seed = self.groups.sampling.seed
         batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
         batch, computed, counted = advantages.advantages(batch, sampled, terms)
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
         of_objective: dict[str, Any] = {"computed": computed, "counted": counted, "objective": objective}
         return replace(self, tokens=batch, metrics=metrics, coefficients=terms, **of_objective)
+
+
+def require_scored(objective: rl_fn.Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
+    """Refuse inputs that are needed and that no model has given yet.
+
+    Raises:
+        ValueError: with the call that gives them.
+    """
+    for name, source in SCORED_BY.items():
+        if name in needed and present.get(name) is None:
+            raise ValueError(f"{objective.name} reads {name}, which {source} gives")
 
 
 def _places_of(prompts: Any, count: int) -> torch.Tensor:

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
+import torch
+
 from rl_bridge.algorithms.comparison_training import with_reference
+from rl_bridge.algorithms.policy_training import minibatches_of
 from rl_bridge.common.terminal import remark_once
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
@@ -138,6 +141,22 @@ class Scored:
         self.engine.release()
 
 
+def token_logprobs(
+    engine: TrainEngine, batch: GroupBatch, updates: int, others: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[N, L]: log-probabilities of an engine; of rows that the loss does not read ``others``, or 0.
+
+    Rows that an update takes are scored together, and so in the micro-batches of that update: equal weights give equal
+    bits.
+    """
+    if batch.computed is None or batch.counted is None:
+        return engine.token_logprobs(NeedParallel(batch.tokens))
+    logprobs = torch.zeros(batch.tokens.mask.shape) if others is None else others.clone()
+    for index, *_ in minibatches_of(batch.computed, batch.counted, updates):
+        logprobs[index] = engine.token_logprobs(NeedParallel(batch.tokens.rows(index)))
+    return logprobs
+
+
 @contextmanager
 def released_by_errors(scored: Scored) -> Iterator[None]:
     """Release the engine of an object whose constructor fails: nobody else can."""
@@ -171,11 +190,15 @@ class Reference(Scored):
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
 
-    def score(self, batch: AnyBatch) -> AnyBatch:
-        """The batch with log π_ref of each token that counts, or of each completion of comparisons."""
+    def score(self, batch: AnyBatch, *, updates: int = 1) -> AnyBatch:
+        """The batch with log π_ref of each token that counts, or of each completion of comparisons.
+
+        A batch that has its advantages is scored where the loss reads it: ``updates`` are those of ``policy.update``,
+        whose shares have then the same rows.
+        """
         if isinstance(batch, PairBatch):
             return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
-        scored = batch.with_fields(ref_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
+        scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
 
     def cache(self, rows: Rows) -> None:

@@ -32,9 +32,9 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
-from rl_bridge.loop.groups import GroupBatch, Groups
+from rl_bridge.loop.groups import GroupBatch, Groups, require_scored
 from rl_bridge.loop.rollout import Rollout
-from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors
+from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import ComparisonLoss
@@ -130,10 +130,13 @@ class Policy(Scored):
             with released_by_errors(self):
                 self.remember()
 
-    def score(self, batch: GroupBatch) -> GroupBatch:
-        """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise."""
-        scored = batch.with_fields(old_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
-        return replace(scored, rescored=True)
+    def score(self, batch: GroupBatch, *, updates: int = 1) -> GroupBatch:
+        """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise.
+
+        A batch that has its advantages is scored where the loss reads it, as ``Reference.score`` does.
+        """
+        old = token_logprobs(self.engine, batch, updates, batch.tokens.old_logprobs)
+        return replace(batch.with_fields(old_logprobs=old), rescored=True)
 
     def update(
         self,
@@ -153,8 +156,8 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: a batch without advantages, or with those of another objective; or sampled from another
-                distribution than this policy scores, from older weights, or by an earlier step's seed.
+            ValueError: a batch without advantages, with those of another objective, or without what the loss reads; or
+                sampled from another distribution than this policy scores, from older weights, or by an earlier seed.
         """
         change(self)
         if isinstance(self.objective, NLL | ComparisonLoss):
@@ -173,6 +176,7 @@ class Policy(Scored):
             raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}")
         require_group(self.objective, batch.groups.sampling.n, "n")
         computed, counted = selected(batch, self.objective)
+        require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())
         self._require_same_scoring(batch)
         self._require_own_draw(batch.groups, stale)
         # The critic's alone: a policy's loss reads none of them.

@@ -270,3 +270,15 @@ def test_the_best_step_s_weights_come_back(policy, rollout, tmp_path):
         scored = [reference.score(groups.batch()).tokens.ref_logprobs for reference in (reference, Reference(best))]
         assert torch.equal(*scored)
     assert (tmp_path / "best-model" / "model.safetensors").read_bytes() == saved[1] != saved[2]
+
+
+def test_an_input_of_the_loss_that_no_model_has_given_is_refused_by_the_update(model, rollout):
+    """Behind the advantages a reference scores the rows alone that the loss reads."""
+    objective = GRPO.replace(kl=rl_fn.components.KL("k3", 0.02))
+    policy, reference = Policy(model, objective, AdamW(1e-3)), Reference(model)
+    with policy, reference:
+        policy.sync_weights(rollout)
+        batch = rollout.generate(PROMPTS[:2], SAMPLING).score(reward).batch().with_advantages(objective)
+        with pytest.raises(ValueError, match=r"reads ref_logprobs, which reference\.score\(batch\) gives"):
+            policy.update(batch)
+        assert policy.update(reference.score(batch))["kl"] == 0  # the same micro-batches: equal weights, equal bits

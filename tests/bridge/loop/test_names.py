@@ -174,7 +174,7 @@ def test_rows_that_are_held_out_share_no_prompt_with_the_others():
 
 def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it(groups):
     batch = groups.score(lambda completion, row: float(completion)).batch()
-    objective = rl_fn.recipes.grpo().replace(kl=rl_fn.components.KL("k3", 0.02))
+    objective = rl_fn.recipes.grpo().replace(kl=None, reward_kl=rl_fn.components.KL("k1", 0.02))
     with pytest.raises(ValueError, match=r"reads ref_logprobs, which reference\.score\(batch\) gives"):
         batch.with_advantages(objective)
     with pytest.raises(ValueError, match=r"reads values, which critic\.score\(batch\) gives"):
