@@ -19,12 +19,13 @@ ROWS = 3
 
 def try_environment(
     factory: EnvironmentFactory, rows: Sequence[Mapping[str, Any]], *, limit: float, in_thread: bool
-) -> tuple[Mapping[str, Any], Step, tuple[Any, ...]]:
+) -> tuple[Mapping[str, Any], Step, tuple[Any, ...]] | None:
     """Let an environment begin a conversation with one of the first rows and answer one empty turn of the policy.
 
     It happens in a process that ends with it: what the environment counts or draws in this one stays as it is, and no
     number of a run changes. What it raises at an empty turn is named and not refused, as no policy said it; an answer
-    of a wrong type is refused.
+    of a wrong type is refused. Where a run calls the environment in threads of this process, nothing is refused that
+    the trial's own process may bring about, as by a port that this one has: no load, no answer in time, its end.
 
     Args:
         factory: makes the environment; it travels to the process.
@@ -33,19 +34,27 @@ def try_environment(
         in_thread: whether a run calls the environment in threads that are not the main one.
 
     Returns:
-        The row, the first messages, and the tools of the environment.
+        The row, the first messages, and the tools of the environment; None where that was named, and not refused.
 
     Raises:
         ValueError: it cannot be loaded in a process, fails with each of the rows, or answers a turn with no ``Step``.
     """
-    processes = EnvironmentProcesses(Trial(factory, in_thread), limit=limit)
     failures: list[BaseException] = []
+    try:
+        processes = EnvironmentProcesses(Trial(factory, in_thread), limit=limit)
+    except (ValueError, TimeoutError) as error:
+        if in_thread:
+            return remark(f"the environment was not tried before the run: {error}")
+        raise ValueError(f"the environment was tried before the run: {error}") from error
     try:
         for row in rows[:ROWS]:
             session = processes.session()
             try:
                 first = session.reset(row)
             except (Exception, SystemExit) as error:
+                if in_thread and session.closing is None:
+                    return remark(f"the environment was tried with {_place(row)}, and nothing is known of it: {error}")
+                _close(session)
                 failures.append(error)
                 continue
             tools = session.tools
@@ -57,16 +66,31 @@ def try_environment(
 
 
 def _answer(session: Any, row: Mapping[str, Any], first: Step) -> None:
+    failed = f"the environment was tried with {_place(row)} and an empty turn of the policy, and failed: "
     try:
         session.step([*first.messages, {"role": "assistant", "content": ""}])
-        if session.closing is not None:
-            session.closing()
     except NeedsOwnProcess as error:
+        _close(session)
         _refuse(row, [error], "step()")
     except (TimeoutError, RuntimeError) as error:  # an end of its process is one, too
-        remark(f"the environment was tried with {_place(row)} and an empty turn of the policy, and failed: {error}")
+        _close(session)
+        remark(f"{failed}{error}")
     except Exception as error:
+        _close(session)
         _refuse(row, [error], "step()")
+    else:
+        if (error := _close(session)) is not None:
+            remark(f"{failed}{error}")
+
+
+def _close(session: Any) -> Exception | None:
+    """End the conversation as a run does, whatever came before; the error of the environment's ``close``."""
+    try:
+        if session.closing is not None:
+            session.closing()
+    except Exception as error:
+        return error
+    return None
 
 
 def _refuse(row: Mapping[str, Any], failures: Sequence[BaseException], method: str) -> NoReturn:

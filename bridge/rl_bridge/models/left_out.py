@@ -21,6 +21,10 @@ FORMS = 4096
 """Forms of chats of which it is remembered what a template writes."""
 
 
+class LeftOut(ValueError):
+    """A chat template leaves out a whole message."""
+
+
 def left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, text: str | None = None) -> str:
     """The part of a message's content that the chat template does not write; white space does not count.
 
@@ -82,7 +86,7 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str) -> 
         text: of the messages by the template.
 
     Raises:
-        ValueError: with the message's place, its role, its words, and the roles that the template writes.
+        LeftOut: with the message's place, its role, its words, and the roles that the template writes.
     """
     unwritten, squeezed = _unwritten(tokenizer, chat), None
     for place, message in enumerate(chat.prompt):
@@ -98,7 +102,7 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str) -> 
         if _is_dropped(tokenizer, chat, place):
             written = [repr(role) for role in ROLES if _writes_as(tokenizer, chat, place, role)]
             way = f"give it the role {' or '.join(written)}, which the template writes there; or " if written else ""
-            raise ValueError(
+            raise LeftOut(
                 f"{template_of(tokenizer)} leaves out message {place} ({message['role']}) wholly, so the model would "
                 f"read another prompt than the row's: {shortened(content, 80)}; {way}{ADVICE}"
             )

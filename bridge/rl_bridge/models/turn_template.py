@@ -50,17 +50,14 @@ class TurnTemplate:
         """Tokens of the first messages, up to where the policy begins.
 
         Raises:
-            UnusableTemplate: it refuses the messages, or leaves out a whole one.
-            ValueError: what it writes cannot be encoded, or is nothing.
+            UnusableTemplate: it refuses the messages.
+            ValueError: what it writes cannot be encoded, or is nothing, or lacks a whole message (``LeftOut``).
         """
         chat = chat_of(messages)
         if self._tokenizer.chat_template is None:
             return encode_prompt(self._tokenizer, "".join(message["content"] for message in chat.prompt))
         text = self._rendered(chat)
-        try:
-            require_every(self._tokenizer, chat, text)
-        except ValueError as error:
-            raise UnusableTemplate(str(error)) from error
+        require_every(self._tokenizer, chat, text)
         ids: Any = self._encoded(text)
         if not ids:
             raise ValueError(f"the chat template renders {list(chat.prompt)} to no token")

@@ -24,6 +24,7 @@ from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.trial import try_environment
+from rl_bridge.models.left_out import LeftOut
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.own_model import OwnSource
 from rl_bridge.models.row_checks import longest_sequence, require_room
@@ -210,13 +211,15 @@ class EnvironmentOptions(RewardOptions):
         if environment is None:
             return None
         in_thread = not self.environment_processes
-        row, first, tools = try_environment(environment, rows, limit=self.environment_timeout, in_thread=in_thread)
-        try:
-            TurnTemplate(tokenizer).opening(Chat(first.messages, tools, arguments_of(row)))
-        except UnusableTemplate:
-            raise
-        except ValueError:
-            pass  # of this row alone: its conversations fail, and others begin
+        begun = try_environment(environment, rows, limit=self.environment_timeout, in_thread=in_thread)
+        if begun is not None:
+            row, first, tools = begun
+            try:
+                TurnTemplate(tokenizer).opening(Chat(first.messages, tools, arguments_of(row)))
+            except (UnusableTemplate, LeftOut):
+                raise
+            except ValueError:
+                pass  # of this row alone: its conversations fail, and others begin
         return environment
 
     def require_engine(

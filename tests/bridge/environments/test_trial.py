@@ -1,6 +1,8 @@
 """An environment that is broken is refused before a run, and its trial changes nothing of the run."""
 
+import os
 import random
+import re
 
 import pytest
 
@@ -9,7 +11,7 @@ from rl_bridge.environments import load_environment
 from rl_bridge.environments.trial import try_environment
 
 FILE = """
-import random, signal
+import os, random, signal
 from rl_bridge.environments import Step
 
 COUNT = []
@@ -77,6 +79,39 @@ class Slow(Game):
 class Closed(Game):
     def close(self):
         raise OSError("no server")
+
+class SlowReset(Game):
+    def reset(self, row):
+        while True:
+            pass
+
+class EndsReset(Game):
+    def reset(self, row):
+        os._exit(3)
+
+class Logged(Game):
+    # Writes down what is called, and fails.
+    def reset(self, row):
+        self.note("reset")
+        return super().reset(row)
+    def step(self, messages):
+        self.note("step")
+        raise OSError("no server")
+    def close(self):
+        self.note("close")
+    def note(self, what):
+        with open(__file__ + ".log", "a") as log:
+            log.write(what + " ")
+
+class LoggedReset(Logged):
+    def reset(self, row):
+        self.note("reset")
+        raise OSError("no server")
+
+class LoggedText(Logged):
+    def step(self, messages):
+        self.note("step")
+        return "4"
 
 class Alarm(Game):
     def reset(self, row):
@@ -151,3 +186,41 @@ def test_the_trial_changes_nothing_of_this_process(tried, tmp_path):
     count.append(1.0)
     tried("Game")  # its close() empties the list of its own process
     assert count == [1.0]
+
+
+UNKNOWN = {
+    "SlowReset": "took longer than 5 s, and its process was ended",
+    "EndsReset": r"the environment ended its process in reset\(\)",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_a_process_of_the_trial_s_own_brings_about_is_named_where_a_run_calls_in_threads(tried, name):
+    """A fork has no threads of the file's, and may need longer than a process that has begun; a run's processes too."""
+    assert tried(name) is None
+    (line,) = remarks()
+    assert re.search(rf"tried with a.jsonl, row 1, and nothing is known of it: {UNKNOWN[name]}", line)
+    with pytest.raises(ValueError, match=rf"{BEFORE}reset\(\) .*{UNKNOWN[name]}"):
+        tried(name, in_thread=False)
+
+
+def test_a_file_that_only_this_process_can_load_is_named_or_refused(tried, tmp_path):
+    file = tmp_path / "game.py"
+    file.write_text(FILE + f"\nif os.getpid() != {os.getpid()}:\n    raise OSError('Address already in use')\n")
+    assert tried("Game") is None
+    (line,) = remarks()
+    assert "was not tried before the run: " in line and "Address already in use" in line
+    with pytest.raises(ValueError, match=r"was tried before the run: .*Address already in use"):
+        tried("Game", in_thread=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("Logged", "reset step close"), ("LoggedReset", "reset close reset close"), ("LoggedText", "reset step close")],
+)
+def test_a_conversation_that_began_is_closed_whatever_it_did(tried, tmp_path, name, calls):
+    try:
+        tried(name)
+    except ValueError as error:
+        assert name != "Logged", error
+    assert (tmp_path / "game.py.log").read_text().split() == calls.split()

@@ -13,8 +13,9 @@ from rl_bridge.data.comparisons import comparison_of
 from rl_bridge.data.rows import policy_row, supervised_row
 from rl_bridge.loop.encoded import remark_on_unread
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
+from rl_bridge.models.left_out import LeftOut
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
-from rl_bridge.models.turn_template import TurnTemplate, UnusableTemplate
+from rl_bridge.models.turn_template import TurnTemplate
 from tests.support.chat_templates import CHATML, GEMMA, LLAMA3, THOUGHTS, bytes_tokenizer
 
 BESIDE = "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}"
@@ -280,7 +281,7 @@ def test_a_message_without_a_place_in_the_template_is_refused_and_one_that_is_re
 def test_no_conversation_begins_without_what_its_template_leaves_out():
     tokenizer = bytes_tokenizer("chatml")
     tokenizer.chat_template = FIRST_ALONE
-    with pytest.raises(UnusableTemplate, match=r"leaves out message 0 \(developer\) wholly"):
+    with pytest.raises(LeftOut, match=r"leaves out message 0 \(developer\) wholly"):
         TurnTemplate(tokenizer).opening(FAMILIES["a developer's message"][1])
 
 
