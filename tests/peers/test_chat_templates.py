@@ -87,7 +87,7 @@ def test_no_template_is_taken_for_one_whose_turns_do_not_end(name):
 def test_the_template_only_adds_or_the_place_is_named(name, role):
     refused = refusal(name, role)
     if refused is not None:
-        reasons = r"from token \d+ on|refuses messages of the roles|ends the policy's turn with|leaves out message 0"
+        reasons = r"from token \d+ on|refuses messages of the roles|ends the policy's turn with|leaves out message \d"
         assert re.search(reasons, refused)
     tokenizer = tokenizer_of(name)
 

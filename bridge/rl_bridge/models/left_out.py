@@ -74,7 +74,7 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, te
         )
 
 
-def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str) -> None:
+def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, first: int = 0) -> None:
     """Refuse a message of anybody but the assistant that is not in the template's text at all.
 
     The model would read another prompt than the row's. Nothing is refused where the template writes other words in that
@@ -84,12 +84,13 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str) -> 
         tokenizer: has the template.
         chat: the messages.
         text: of the messages by the template.
+        first: place of the first message that is looked for.
 
     Raises:
         LeftOut: with the message's place, its role, its words, and the roles that the template writes.
     """
     unwritten, squeezed = _unwritten(tokenizer, chat), None
-    for place, message in enumerate(chat.prompt):
+    for place, message in enumerate(chat.prompt[first:], first):
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str) or not content.strip():
             continue

@@ -78,7 +78,7 @@ class TurnTemplate:
 
         Raises:
             UnusableTemplate: it changes what stands before, or ends a turn with another token than the policy.
-            ValueError: a message that cannot be encoded, or has no tokens.
+            ValueError: a message that cannot be encoded, has no tokens, or is not in the text (``LeftOut``).
         """
         if self._tokenizer.chat_template is None:
             tail = str(self._tokenizer.eos_token) + "".join(message["content"] for message in answer)
@@ -90,6 +90,7 @@ class TurnTemplate:
                 self._tail(chat, drawn, answer, REASONING)
                 self._checked.add(roles)
             tail = self._tail(chat, drawn, answer, "{}")
+            require_every(self._tokenizer, replace(chat, prompt=[*chat.prompt, *answer]), tail, len(chat.prompt))
         return self._behind_end(tail, ended)
 
     def refusal(self, roles: Sequence[str] = ("tool",), *, opening: Sequence[str] = ("user",)) -> str | None:

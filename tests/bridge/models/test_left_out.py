@@ -292,3 +292,27 @@ def test_what_is_remembered_of_a_template_is_not_anothers():
     tokenizer.chat_template = FIRST_ALONE
     with refuses((0, "developer")):
         encode_prompt(tokenizer, prompt)
+
+
+KNOWN = (
+    "{% for m in messages if m.role in ('user', 'assistant', 'tool') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("beside", [[], ["tool"]])
+@pytest.mark.parametrize("role", ["tool", "user", "developer", "system"])
+def test_an_answer_that_the_template_leaves_out_ends_its_conversation(role, beside):
+    """What is refused in a prompt is refused in an answer of the environment, also behind another message."""
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = KNOWN
+    template = TurnTemplate(tokenizer)
+    said = [ASK, {"role": "assistant", "content": "4?"}]
+    answer = [{"role": name, "content": f"words of {name}"} for name in (*beside, role)]
+    if role in ("tool", "user"):
+        assert f"words of {role}" in tokenizer.decode(template.between(said, [1], answer))
+        assert template.refusal([*beside, role]) is None
+    else:
+        with pytest.raises(LeftOut, match=rf"leaves out message {2 + len(beside)} \({role}\) wholly"):
+            template.between(said, [1], answer)
+        assert "wholly" in (template.refusal([*beside, role]) or "")
