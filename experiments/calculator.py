@@ -22,7 +22,8 @@ from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, run_policy
+from rl_train.policy import run_policy
+from rl_train.policy_options import PolicyPipeline
 from rl_train.sft import SFTPipeline, run_sft
 
 OUT = Path(__file__).parent / "results" / "calculator"

@@ -21,13 +21,13 @@ import torch
 
 from experiments.machine import facts
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.supervised_training import WarmStart
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate
 from rl_bridge.rewards import Reward, exact_match
+from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy_options import CriticOptions, PolicyPipeline, WarmStart
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(32) for b in range(32)]

@@ -31,8 +31,9 @@ from rl_bridge.models.pretrained import pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import KLOptions, objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
 from rl_bridge.rollout.inprocess import InProcessRollout
+from rl_train.policy import run_policy
+from rl_train.policy_options import CriticOptions, PolicyPipeline
 from rl_train.reward_model import RewardModelPipeline, run_reward_model
 from rl_train.sft import SFTPipeline, run_sft
 

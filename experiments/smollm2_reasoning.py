@@ -16,9 +16,10 @@ from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import load_smollm2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline, prepare, train_and_evaluate
 from rl_tools.cli import report
 from rl_tools.trainers import observers_of, parse
+from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy_options import PolicyPipeline
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
 ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}

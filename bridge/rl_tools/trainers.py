@@ -50,8 +50,8 @@ TRAINERS = {
         "a policy from preferred and rejected completions: DPO. loss:simpo takes SimPO with its own options.",
     ),
     "policy": Trainer(
-        "rl_bridge.pipelines.policy_configs:policy",
-        "rl_bridge.pipelines.policy:run_policy",
+        "rl_train.policy_configs:policy",
+        "rl_train.policy:run_policy",
         "post-training on groups of completions; without options: GRPO with DAPO's loss on two-digit arithmetic "
         "and a tiny model (the quickstart). objective:gspo takes GSPO with its own options.",
     ),

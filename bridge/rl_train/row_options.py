@@ -1,20 +1,14 @@
 """Options and inputs that the recipes which learn from rows alone share: imitation, preferences, reward models."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rl_bridge.common.terminal import given
 from rl_bridge.data.census import Census
-from rl_bridge.engines.engine import Turns
-from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model, Rows
-from rl_bridge.loop.scored import AdamW, Scored
-from rl_bridge.models.export_rehearsal import rehearse_export
-from rl_bridge.models.exported_files import export_types
-from rl_bridge.models.model_source import ModelSource
-from rl_bridge.pipelines.training import TrainingOptions, prepare_processes, summary_of
 from rl_bridge.run.options import require_used
+from rl_train.options import RecipeOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +24,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions(TrainingOptions):
+class RowOptions(RecipeOptions):
     """One step is one update on ``rows_per_step`` rows."""
 
     steps: int = 200
@@ -69,10 +63,6 @@ class RowOptions(TrainingOptions):
         """How rows become tokens: arguments of ``encoded``."""
         return {"apply_chat_template": self.apply_chat_template, "max_length": self.max_length}
 
-    def begin(self) -> None:
-        """Make the processes of the run, and set their threads."""
-        prepare_processes(self, self.start())
-
     def settle(self, inputs: Inputs, *, trained: int, held_out: int) -> dict[str, str]:
         """Count the rows, print the numbers, and return the fingerprints that a resumed run compares.
 
@@ -82,31 +72,3 @@ class RowOptions(TrainingOptions):
         step, rows = {"--rows-per-step": self.rows_per_step}, len(inputs.rows)
         inputs.census.settle(trained=trained, held_out=held_out, step=step, examples=rows)
         return inputs.fingerprints | self.fingerprints(inputs.model.tokenizer)
-
-    def rehearse(self, model: Model, source: ModelSource | None = None) -> None:
-        """Refuse, before a run begins, what could not be exported after it. ``source``: a model's with another head."""
-        source = model.source if source is None else source
-        rehearse_export(self.trained(source), model.tokenizer, export_types(source, self.export_dtype))
-
-    def adamw(self, steps: int) -> AdamW:
-        """The optimiser with the length of its schedule."""
-        return AdamW(**asdict(self.optimizer), total=steps)
-
-    def shared(self) -> dict[str, Any]:
-        """Arguments of the trained model and of a reference: workers, precision, memory."""
-        return {
-            "mesh": self.mesh.of(len(current_executor().slots)),
-            "scoring": self.scoring(),
-            "parallel": self.parallel(),
-            "turns": Turns() if self.offload == "phases" else None,
-        }
-
-    def trained_part(self) -> dict[str, Any]:
-        """Arguments of the trained model alone; its export was rehearsed."""
-        part = {"lora": self.lora, "freeze": self.freeze, "seed": self.seed}
-        return {**part, "export_dtype": self.export_dtype, "rehearsed": True}
-
-    def about(self, trained: Scored, *others: Scored) -> dict[str, Any]:
-        """The part of a summary that every run has."""
-        notes = dict.fromkeys(note for scored in (*others, trained) for note in scored.engines.notes)
-        return summary_of(self, trained.engines.source, list(notes))

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from rl_bridge.models.model_source import fill
 from rl_bridge.models.stored_tensors import TensorsInHand
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_tools.plan.workload import Workload
+from rl_train.policy_configs import quickstart
+from rl_train.policy_options import PolicyPipeline
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.modules.policy import PolicyModule
-from rl_bridge.pipelines import policy as pipeline
+from rl_train import policy as pipeline
 
 # The rewards of a group differ, and each is written down with what it was asked about.
 REWARD = """

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_bridge.algorithms.completions import Sampled
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.engines import NeedParallel
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import with_coefficients
 from rl_fn import Batch, Objective, Rollouts
@@ -154,32 +152,6 @@ class Advantages:
         nothing = torch.zeros(batch.mask.shape)
         inputs: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
         return {"reward_kl": float(self._penalty(inputs)[batch.mask].mean())}
-
-
-class Inputs(Advantages):
-    """The inputs of a step with its engines. Every input is of the weights before the step's first update."""
-
-    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig, seed: int) -> None:
-        super().__init__(objective)
-        self._engines, self._config, self._seed = engines, config, seed
-
-    def scored(self, batch: TokenBatch, sampled: Sampled, step: int) -> TokenBatch:
-        """The batch with what does not depend on advantages: log-probabilities, values, what is correct, noise."""
-        engines, needed = self._engines, self.fields
-        batch = batch._replace(old_logprobs=batch.rollout_logprobs)
-        if "old_logprobs" in needed and self._config.recompute_old_logprobs:
-            batch = batch._replace(old_logprobs=engines.policy.token_logprobs(NeedParallel(batch)))
-        if "ref_logprobs" in self._needed:
-            assert engines.reference is not None
-            batch = batch._replace(ref_logprobs=engines.reference.token_logprobs(NeedParallel(batch)))
-        if "teacher_logprobs" in needed:
-            assert engines.teacher is not None
-            batch = batch._replace(teacher_logprobs=engines.teacher.token_logprobs(NeedParallel(batch)))
-        if "values" in needed:
-            assert engines.critic is not None
-            batch = batch._replace(old_values=engines.critic.values(NeedParallel(batch)))
-        seed = self._seed * 1_000_003 + step
-        return self.marked(batch, sampled, correct_reward=self._config.correct_reward, seed=seed)
 
 
 def parts_of(objective: Objective) -> list[PerToken]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.algorithms.completions import Sampled, Sampler, completions
+from rl_bridge.algorithms.completions import Sampled, baseline_of, rewarded
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
@@ -37,12 +37,12 @@ class AsPrompt(NamedTuple):
     tokens: list[int]
 
 
-class AheadSampler(Sampler):
-    """A ``Sampler`` with prompts of later steps in the rollout while a step is trained on.
+class AheadSampler:
+    """Makes the completions of a step, with prompts of later steps in the rollout while the step is trained on.
 
-    Request ids, and with them all random numbers, are those of ``Sampler``. Rewards that compare completions are asked
-    about the prompts of a step in one call, as there; others as soon as a prompt is drawn, in the order of the prompts;
-    without determinism all about whatever waits.
+    Random numbers depend on the seed, the step and the prompt's place alone, as where nothing runs ahead. Rewards that
+    compare completions are asked about the prompts of a step in one call, as there; others as soon as a prompt is
+    drawn, in the order of the prompts; without determinism all about whatever waits.
     """
 
     def __init__(
@@ -69,7 +69,13 @@ class AheadSampler(Sampler):
         Raises:
             ValueError: rounds of dynamic sampling, which belong to one step.
         """
-        super().__init__(completions(rollout), rewards, stream, objective, config, seed)
+        self.rewards, self.stream, self._config, self._seed = rewards, stream, config, seed
+        self._making: dict[str, Any] = {
+            "scalar": config.scalar,
+            "overlong_buffer": config.overlong_buffer,
+            "max_new_tokens": config.sampling.max_new_tokens,
+        }
+        self._greedy = "greedy_rewards" in objective.required_rollout_fields
         if config.sampling_rounds > 1:
             raise ValueError(
                 f"rollouts that run ahead of training do not go with sampling_rounds={config.sampling_rounds}: rewards "
@@ -90,6 +96,10 @@ class AheadSampler(Sampler):
         """Untrained prompt → where the stream was before it."""
         self._driver: Driver | None = None
         self._waited = 0.0
+
+    def seed_of(self, step: int) -> int:
+        """The seed of a step's random numbers."""
+        return self._seed * 1_000_003 + step
 
     @property
     def next_step(self) -> int:
@@ -125,11 +135,15 @@ class AheadSampler(Sampler):
         self._training = True
         by_group, n = [self._trajectories(group, place) for place, group in enumerate(groups)], self._samples
         trajectories = [trajectory for group in by_group for trajectory in group[: n - self._greedy]]
-        baseline = self._baseline([group[-1] for group in by_group]) if self._greedy else None
+        baseline = None
+        if self._greedy:
+            baseline = baseline_of([group[-1] for group in by_group], self.rewards, **self._making)
         if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
             cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
             raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
-        sampled = replace(self._sampled(trajectories, baseline), ahead=self._metrics(groups, step))
+        count = self._config.responses_per_prompt
+        sampled = rewarded(trajectories, self.rewards, count, greedy=baseline, **self._making)
+        sampled = replace(sampled, ahead=self._metrics(groups, step))
         self._forget()
         return sampled
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
+from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.messages import Chat
-from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import InferenceEngine
 from rl_bridge.functional import from_jax
 from rl_bridge.rewards import RewardError, Rewards, with_rows
-from rl_fn import Objective, Rollouts
 
 # Named rewards of completions, group by group, and the penalty of long ones.
 
@@ -46,7 +44,7 @@ def longest_turn(loss_mask: Sequence[bool]) -> int:
     return max((len(list(run)) for is_turn, run in groupby(loss_mask) if is_turn), default=0)
 
 
-# The sampler of a step.
+# Completions of rows.
 
 FAILED = ("abort", "error")
 """Reasons of an end that says nothing of the policy."""
@@ -230,94 +228,6 @@ def baseline_of(
 def _mean(values: torch.Tensor, where: torch.Tensor) -> float:
     """The mean of the values that are chosen; 0 of none."""
     return float(values[where].float().mean()) if bool(where.any()) else 0.0
-
-
-class Sampler:
-    """Makes the completions of a step. Its random numbers depend on the seed, the step and the prompt's place alone."""
-
-    def __init__(
-        self,
-        complete: Complete,
-        rewards: Rewards,
-        stream: RowStream,
-        objective: Objective,
-        config: PolicyConfig,
-        seed: int,
-    ) -> None:
-        self.complete, self.rewards, self.stream = complete, rewards, stream
-        self._config, self._seed = config, seed
-        self._making: dict[str, Any] = {
-            "scalar": config.scalar,
-            "overlong_buffer": config.overlong_buffer,
-            "max_new_tokens": config.sampling.max_new_tokens,
-        }
-        self._greedy = "greedy_rewards" in objective.required_rollout_fields
-        dynamic: Any = objective.dynamic_sampling
-        self._has_signal = None if dynamic is None or config.sampling_rounds == 1 else from_jax(dynamic.kept)
-
-    def seed_of(self, step: int) -> int:
-        """The seed of a step's random numbers."""
-        return self._seed * 1_000_003 + step
-
-    def begin_step(self, engines: PolicyEngines) -> None:
-        """Prepare the engines for ``sample``: here, an ``update``."""
-        self.update(engines)
-
-    def update(self, engines: PolicyEngines) -> None:
-        """The rollout gets the policy's weights."""
-        engines.policy.sync_weights(engines.rollout)
-
-    def state(self) -> dict[str, Any]:
-        """The parts of the sampler that a checkpoint saves, by name."""
-        return {"stream": self.stream}
-
-    def close(self) -> None:
-        """Nothing is under way between two steps."""
-
-    def sample(self, step: int) -> Sampled:
-        """``prompts_per_step`` groups.
-
-        With refilling they are the first ones that dynamic sampling keeps, of up to ``sampling_rounds`` rounds; if too
-        few are, all that are; and if none is, the last round's as they are.
-        """
-        sampled, count = self._round(step, 0), self._config.prompts_per_step
-        if self._has_signal is None:
-            return sampled
-        rounds = [self._with_signal(sampled)]
-        while sum(len(part.rewards) for part in rounds) < count and len(rounds) < self._config.sampling_rounds:
-            sampled = self._round(step, len(rounds))
-            rounds.append(self._with_signal(sampled))
-        several = joined(rounds)
-        whole = several if len(several.rewards) else sampled
-        step_groups = whole.rows(torch.arange(min(len(whole.rewards), count)))
-        return replace(step_groups, sampled_groups=len(rounds) * count)
-
-    def _with_signal(self, sampled: Sampled) -> Sampled:
-        """The groups that dynamic sampling keeps."""
-        assert self._has_signal is not None
-        mask = torch.ones((*sampled.rewards.shape, 1), dtype=torch.bool)
-        rollouts: Any = Rollouts(sampled.rewards, mask, valid=sampled.valid)  # type: ignore[arg-type]
-        return sampled.rows(self._has_signal(rollouts).any(1).nonzero()[:, 0])
-
-    def _round(self, step: int, number: int) -> Sampled:
-        config, n = self._config, self._config.responses_per_prompt
-        rows = self.stream.take(config.prompts_per_step)
-        # Seeds of further rounds are those of no step.
-        sampling = config.sampling.params(n=n, seed=self.seed_of(step) + (number << 48))
-        trajectories = scored(self.complete, self.rewards, rows, sampling)
-        return self._sampled(trajectories, self._greedy_rewards(rows) if self._greedy else None)
-
-    def _sampled(self, trajectories: list[Trajectory], greedy: torch.Tensor | None = None) -> Sampled:
-        """Groups with rewards of each trajectory, and all that is computed from them."""
-        n = self._config.responses_per_prompt
-        return rewarded(trajectories, self.rewards, n, greedy=greedy, **self._making)
-
-    def _greedy_rewards(self, rows: Sequence[dict]) -> torch.Tensor:
-        """ReMax's baseline [P]: what the most likely completion of each prompt earns."""
-        return self._baseline(scored(self.complete, self.rewards, rows, self._config.sampling.params().greedily()))
-
-    def _baseline(self, trajectories: list[Trajectory]) -> torch.Tensor:
-        return baseline_of(trajectories, self.rewards, **self._making)
 
 
 def joined(parts: Sequence[Sampled]) -> Sampled:

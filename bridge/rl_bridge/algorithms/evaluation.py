@@ -15,7 +15,7 @@ import rl_fn
 from rl_bridge.algorithms.completions import Complete, failures, has_ended, reward_matrix, scored
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
 from rl_bridge.common.files import replacing, write_json
-from rl_bridge.common.plots import Figure
+from rl_bridge.common.plots import Figure, spared
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.trajectory import Trajectory
@@ -229,7 +229,12 @@ def with_ends(intervals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 class Evaluator:
-    """Evaluates every so many steps and after the last one; several rewards go into the archive."""
+    """Evaluates every so many steps and after the last one; several rewards go into the archive in ``folder``.
+
+    It is a part of a run's state, for the archive.
+    """
+
+    kind = "held_out"
 
     def __init__(
         self,
@@ -237,12 +242,35 @@ class Evaluator:
         rewards: Rewards,
         rows: Sequence[dict],
         config: PolicyConfig,
-        archive: Archive | None,
+        folder: Path,
         *,
         seed: int = 0,
     ) -> None:
         self._complete, self._rewards, self._rows, self._seed = complete, rewards, rows, seed
-        self._config, self.archive = config, archive
+        self._config = config
+        self.archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
+
+    def both(self) -> dict[str, dict[str, Any]]:
+        """The present weights, greedy and at the temperature of training."""
+        return evaluate_both(self._complete, self._rows, self._rewards, self._config, self._seed)
+
+    def draw(self) -> None:
+        """pareto.png, where there are several rewards."""
+        if self.archive is not None:
+            with spared("pareto.png"):
+                self.archive.draw()
+
+    def parts(self) -> dict[str, Any]:
+        """The archive, where there is one."""
+        return {} if self.archive is None else {"archive": self.archive}
+
+    def settings(self) -> dict[str, Any]:
+        """Nothing that is not the run's own."""
+        return {}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Nothing that is not the run's own."""
+        return {}
 
     def due(self, step: int) -> bool:
         """Whether the step is followed by an evaluation."""

@@ -288,18 +288,10 @@ ALONE = (CustomAdvantage, DistillationAdvantage, GAE, RawReward, ReinforcePPAdva
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyEngines:
-    """``reference`` and ``teacher`` score tokens, ``critic`` gives values; what the objective does not read is None."""
+    """A policy and the rollout that draws with its weights."""
 
     policy: TrainEngine
     rollout: InferenceEngine
-    reference: TrainEngine | None = None
-    critic: TrainEngine | None = None
-    teacher: TrainEngine | None = None
-
-    def state(self) -> dict[str, TrainEngine]:
-        """The engines that a checkpoint saves. The teacher's weights never change and have a source of their own."""
-        engines = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
-        return {name: engine for name, engine in engines.items() if engine is not None}
 
 
 class Replaced:
@@ -329,22 +321,6 @@ class Replaced:
             return None
         why = "; ".join(self._policy.last_sync.replaced)
         return f"step {step}: {self._now} engines of the rollout were replaced, and have the new weights, proved. {why}"
-
-
-def require_fit(engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
-    """Refuse an objective with engines it does not go with.
-
-    Raises:
-        ValueError: an engine that is missing, other scoring than the policy's, statistics of the whole batch that is
-            split over workers; see ``require_objective`` too.
-    """
-    require_same_scoring(engines.policy, engines.reference, config.sampling)
-    require_objective(objective, config)
-    require_parts(objective, engines.policy.mesh)
-    fields = (*objective.required_rollout_fields, *objective.required_batch_fields)
-    for field, engine in (("values", "critic"), ("teacher_logprobs", "teacher"), ("ref_logprobs", "reference")):
-        if field in fields and getattr(engines, engine) is None:
-            raise ValueError(f"{objective.name} reads {field}: it needs a {engine}")
 
 
 def require_objective(objective: Objective, config: PolicyConfig) -> None:
@@ -395,19 +371,4 @@ def require_parts(objective: Objective, mesh: Mesh) -> None:
         raise ValueError(
             f"{objective.name} reads statistics of the whole batch, which is split over {mesh.data_parts} "
             f"workers ({mesh}): train it with replicate=1 and shard=1"
-        )
-
-
-def require_same_scoring(policy: TrainEngine, reference: TrainEngine | None, sampling: SamplingOptions) -> None:
-    """Refuse a policy or a reference that computes another distribution than the completions are sampled from."""
-    scoring = policy.scoring_config()
-    if scoring.temperature != sampling.temperature:
-        raise ValueError(
-            f"completions are sampled at temperature {sampling.temperature}, the policy is scored at "
-            f"{scoring.temperature}: no ratio would start at 1"
-        )
-    if reference is not None and reference.scoring_config() != scoring:
-        raise ValueError(
-            f"the policy is scored with {scoring}, the reference with {reference.scoring_config()}: "
-            "the KL of a model to its own copy would not be 0"
         )

@@ -5,18 +5,12 @@ from typing import Any
 
 import torch
 
-from rl_bridge.algorithms.advantages import Inputs
-from rl_bridge.algorithms.completion_log import CompletionLog
-from rl_bridge.algorithms.completions import Sampled, Sampler, without_signal
-from rl_bridge.algorithms.evaluation import Evaluator
-from rl_bridge.algorithms.policy_setup import Coefficients, PolicyConfig, PolicyEngines, Replaced, require_fit
-from rl_bridge.data.token_batch import TokenBatch, collate
+from rl_bridge.algorithms.completions import Sampled, without_signal
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
-from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.modules.policy import mean
-from rl_bridge.run.run import Run
 from rl_fn import Batch, Objective, Ratio, effective_sample_size, mismatch_metrics
 
 # How far the rollout's probabilities are from the trainer's own, before and after what corrects for that.
@@ -82,81 +76,6 @@ class Mismatch:
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
             f"{self._option} is {self._least_share:g}; what follows is in the metric {ALARM}"
         )
-
-
-class Updates:
-    """Makes the updates of a step, policy and critic each with the same shares of what counts."""
-
-    def __init__(self, engines: PolicyEngines, objective: Objective, config: PolicyConfig) -> None:
-        self._engines, self._config = engines, config
-        self._denominator = from_jax(objective.denominator)
-        least, option = config.least_effective_share, "--policy.least-effective-share"
-        self.mismatch = Mismatch(objective, least_share=least, option=option)
-
-    def make(
-        self,
-        step: int,
-        batch: TokenBatch,
-        computed: torch.Tensor,
-        counted: torch.Tensor,
-        terms: Mapping[str, float],
-        watched: torch.Tensor | None = None,
-    ) -> dict[str, float]:
-        """All updates of a step; the metrics of the last ones. Without a row that has a gradient there are none.
-
-        ``computed`` [N] and ``counted`` [N, L] are an objective's selection, ``terms`` the coefficients that changed.
-        ``watched`` [N]: a number for each row that ``watched`` tells of afterwards, −1 for others.
-        """
-        metrics: dict[str, float] = {}
-        if self._engines.critic is not None:
-            metrics |= self._update_critic(self._engines.critic, batch, counted)
-        if step >= self._config.critic_warmup:
-            metrics |= self._update_policy(batch, computed, counted, terms, watched)
-        return metrics
-
-    def watched(self) -> dict[int, dict[str, list[float]]]:
-        """Values in the loss of each watched row that was computed, since the last call."""
-        return watched_rows(self._engines.policy)
-
-    def _update_policy(
-        self,
-        batch: TokenBatch,
-        computed: torch.Tensor,
-        counted: torch.Tensor,
-        terms: Mapping[str, float],
-        watched: torch.Tensor | None,
-    ) -> dict[str, float]:
-        policy, reference, config = self._engines.policy, self._engines.reference, self._config
-        # The critic's alone: a policy's loss reads none of them.
-        batch = batch._replace(old_values=None, returns=None, teacher_logprobs=None)
-        metrics: dict[str, float] = {}
-        shares = list(self._shares(batch, computed, counted))
-        if config.recompute_old_logprobs:  # all of them before any update of this step
-            shares = [
-                (m._replace(old_logprobs=policy.token_logprobs(NeedParallel(m))), count, index, tokens)
-                for m, count, index, tokens in shares
-            ]
-            metrics |= self.mismatch.metrics([m for m, *_ in shares])
-        for minibatch, denominator, index, tokens in shares:
-            if reference is not None:
-                # Cut into the same micro-batches as the policy's own: equal weights give equal bits.
-                minibatch = minibatch._replace(ref_logprobs=reference.token_logprobs(NeedParallel(minibatch)))
-            marks = () if watched is None else (NeedParallel(watched[index]),)
-            metrics |= policy_update(policy, minibatch, denominator, tokens, terms, *marks)
-        return metrics
-
-    def _update_critic(self, critic: TrainEngine, batch: TokenBatch, counted: torch.Tensor) -> dict[str, float]:
-        """A completion teaches the critic whether or not it teaches the policy."""
-        metrics: dict[str, Any] = {}
-        for minibatch, denominator, *_ in self._shares(batch, counted.any(1), counted):
-            metrics |= critic_update(critic, minibatch, denominator)
-        return metrics
-
-    def _shares(
-        self, batch: TokenBatch, computed: torch.Tensor, counted: torch.Tensor
-    ) -> Iterator[tuple[TokenBatch, float, torch.Tensor, int]]:
-        """Rows to compute, the loss's denominator, the rows' places, and the tokens that count."""
-        return shares_of(batch, computed, counted, self._denominator, self._config.updates_per_step)
 
 
 def policy_update(
@@ -252,65 +171,3 @@ class Remarks:
                 f"{truncated:.0%} of the completions were cut at {limit}: their rewards are of beginnings. The "
                 "metric truncated has what follows"
             )
-
-
-@collector_waits()
-def train_policy(
-    run: Run,
-    engines: PolicyEngines,
-    sampler: Sampler,
-    objective: Objective,
-    config: PolicyConfig,
-    *,
-    evaluator: Evaluator,
-    coefficients: Coefficients | None = None,
-    completions: CompletionLog | None = None,
-    pad_token_id: int,
-    seed: int,
-) -> None:
-    """Sample, score, compare, update; every step is logged, checkpointed when due, and resumable.
-
-    ``completions`` keeps some of them, with what the loss had of each token.
-
-    Raises:
-        ValueError: an objective that does not go with the engines or the config (``require_fit``).
-    """
-    require_fit(engines, objective, config)
-    inputs, updates = Inputs(engines, objective, config, seed), Updates(engines, objective, config)
-    coefficients = Coefficients() if coefficients is None else coefficients
-    state: dict[str, Any] = engines.state() | sampler.state()
-    state |= {"coefficients": coefficients} if coefficients else {}
-    state |= {} if evaluator.archive is None else {"archive": evaluator.archive}
-    replaced = Replaced(engines)
-    remarks, limit = Remarks(), f"--policy.sampling.max-new-tokens {config.sampling.max_new_tokens}"
-    for step in run.steps("policy", config.steps, state=state):
-        if engines.reference is not None and config.reference_every and step and step % config.reference_every == 0:
-            engines.policy.follow(engines.reference, config.reference_share)
-        sampler.begin_step(engines)
-        sampled = sampler.sample(step)
-        phase_ended()
-
-        batch = inputs.scored(collate(sampled.trajectories, pad_token_id), sampled, step)
-        terms = coefficients.values()
-        batch, computed, counted = inputs.advantages(batch, sampled, terms)
-        metrics = sampled.metrics() | {"informative": float(computed.float().mean())}
-        for line in remarks.of_step(sampled, computed, metrics["truncated"], limit):
-            run.print(f"step {step}: {line}")
-
-        phase_ended()
-        metrics |= inputs.metrics(batch) | coefficients.metrics()
-        watched = None if completions is None else completions.choose(step, computed)
-        metrics |= updates.make(step, batch, computed, counted, terms, watched)
-        if completions is not None and watched is not None:
-            completions.write(step, sampled, batch, watched, updates.watched())
-        if warning := updates.mismatch.warning(metrics):
-            run.print(warning)
-        coefficients.update(metrics)
-        if evaluator.due(step):
-            sampler.update(engines)
-            metrics |= evaluator.metrics(step)
-        metrics |= replaced.metrics()
-        if warning := replaced.warning(step):
-            run.print(warning)
-        run.log(step, metrics, tokens=int(batch.lengths.sum()), batch=batch)
-        phase_ended()

@@ -62,7 +62,9 @@ class Ahead:
         partial: bool = False,
         deterministic: bool = True,
         tokens_beside: int | None = None,
+        round_tokens: int = AsynchronousOptions.round_tokens,
         window: int = 1,
+        request_seconds: float | None = None,
         weights: Sequence[float] = (),
         scalar: ScalarOptions | None = None,
         overlong_buffer: int | None = None,
@@ -94,7 +96,9 @@ class Ahead:
             partial=partial,
             deterministic=deterministic,
             tokens_beside=tokens_beside,
+            round_tokens=round_tokens,
             window=window,
+            request_seconds=request_seconds,
         )
         settings = asdict(sampling)
         config = PolicyConfig(

@@ -1,7 +1,7 @@
 """``Groups``: prompts with their completions and rewards; and the batch that a policy is updated on."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +15,7 @@ from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_end
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.functional import from_jax
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
@@ -149,6 +150,20 @@ class Groups:
         """
         sampled = self.scored.rows(_places_of(prompts, len(self.rewards)))
         return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    def with_signal(self, objective: rl_fn.Objective) -> "Groups":
+        """The prompts that dynamic sampling keeps, as those whose rewards differ; all where the objective has none.
+
+        >>> groups = Groups.joined([groups.with_signal(objective), more.with_signal(objective)])  # doctest: +SKIP
+
+        Raises:
+            ValueError: the groups have not been scored.
+        """
+        if objective.dynamic_sampling is None:
+            return self
+        mask = torch.ones((*self.rewards.shape, 1), dtype=torch.bool)
+        rollouts: Any = rl_fn.Rollouts(self.rewards, mask, valid=self.valid)  # type: ignore[arg-type]
+        return self.select(_kept(objective)(rollouts).any(1))
 
     @staticmethod
     def joined(parts: Sequence["Groups"]) -> "Groups":
@@ -332,6 +347,13 @@ class _Source:
 def _loaded(sources: tuple[_Source, ...], weights: tuple[float, ...], none: OnNone) -> Rewards:
     """The rewards, loaded once: files and processes stay open from step to step."""
     return load([key.source for key in sources], weights=weights, none=none)
+
+
+@lru_cache(maxsize=16)
+def _kept(objective: rl_fn.Objective) -> Callable[..., torch.Tensor]:
+    """Which tokens dynamic sampling keeps, traced once."""
+    dynamic: Any = objective.dynamic_sampling
+    return from_jax(dynamic.kept)
 
 
 @lru_cache(maxsize=16)

@@ -121,6 +121,8 @@ class Run:
         census: Census,
         threads: int | None = None,
         observers: Sequence[Observer] = (),
+        samples_every: int = 10,
+        samples_kept: int = 4,
     ) -> Self:
         """The run of a recipe: its ``options`` and the ``fingerprints`` of its inputs are what a resume compares.
 
@@ -133,6 +135,7 @@ class Run:
         """
         run = cls.__new__(cls)
         run._begin(options, fingerprints, observers, parts={}, counts=census.summary, threads=threads)
+        run._samples = {"every": samples_every, "kept": samples_kept}
         return run
 
     def _begin(
@@ -148,7 +151,7 @@ class Run:
         self._parts, self._named = parts, bool(parts)
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
         self._counts, self._threads = counts, threads
-        self._samples = {"every": 10, "kept": 4}
+        self._samples = dict[str, int]()
         self._step: int | None = None
         self._stages: list[str] = []
         self._entered = False

@@ -1,7 +1,7 @@
 """``Rollout``: the engine that draws a loop's completions, one turn or a conversation with an environment."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.common.terminal import tell
@@ -27,7 +27,8 @@ class Rollout:
     ``options`` choose the backend: transformers' own model here, or vLLM
     (``RolloutOptions(backend="vllm", vllm=VLLMOptions(…))``), and limits of a call. ``workers``: so many processes
     have a copy and no other does; ``Policy(…, apart_from=[rollout])`` then keeps away from them. ``turns``: those of
-    the loop's models (``Turns``), with which the rollout shares devices.
+    the loop's models (``Turns``), with which the rollout shares devices. In a ``with`` statement its memory is given
+    back at the end of the block.
 
     >>> rollout = Rollout(load_model("org/Small-1B"))  # doctest: +SKIP
     >>> sampling = SamplingParams(n=2, max_new_tokens=16, seed=7)  # doctest: +SKIP
@@ -60,6 +61,13 @@ class Rollout:
         """The ``Ahead`` that draws with this rollout."""
         self.weights_of: object = None
         """Whose weights these are, after ``policy.sync_weights``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.engine.slots:
+            self.release()
 
     def generate(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams) -> Groups:
         """``sampling.n`` completions of each row's ``prompt``.

@@ -57,8 +57,10 @@ class Policy(Scored):
     rollout its own workers, so that both can work at the same time; with ``turns=turns`` of one ``Turns()`` for all
     objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
-    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. What
-    could not be exported, in ``export_dtype``, is refused at once, unless that was ``rehearsed`` before.
+    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. Where
+    ``score`` has measured it, the first update is told whose tokens count as less than ``least_effective_share`` of
+    these, as a sample of the policy. What could not be exported, in ``export_dtype``, is refused at once, unless that
+    was ``rehearsed`` before.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
@@ -89,6 +91,7 @@ class Policy(Scored):
         freeze: Sequence[str] = (),
         seed: int = 0,
         control: Mapping[str, rl_fn.Controller] | None = None,
+        least_effective_share: float = PolicyConfig.least_effective_share,
         export_dtype: ExportDtype = "input",
         rehearsed: bool = False,
     ) -> None:
@@ -124,7 +127,7 @@ class Policy(Scored):
             require_parts(objective, self.engines.mesh)
             self._coefficients = controlled_terms(objective, self.control)
             self._denominator = from_jax(objective.denominator)
-            self._mismatch = Mismatch(objective, least_share=PolicyConfig.least_effective_share)
+            self._mismatch = Mismatch(objective, least_share=least_effective_share)
             self._remarks = Remarks()
             self.engine = self.engines.policy(optimizer, objective, fused_loss=fused_loss, **options)
             with released_by_errors(self):

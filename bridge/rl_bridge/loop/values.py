@@ -16,7 +16,7 @@ from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
 from rl_bridge.loop.trained import require_no_temperature, selected
 from rl_bridge.models.exported_files import ExportDtype
-from rl_bridge.models.model_source import ValueSource
+from rl_bridge.models.model_source import ModelSource, PretrainedValueSource, ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -54,7 +54,9 @@ class Critic(Scored):
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
         self.objective, self.optimizer = objective, optimizer
         self._denominator = from_jax(objective.denominator)
-        source = ValueSource(model.source, pad_token=model.pad_token)
+        source: ModelSource = model.source
+        if not isinstance(source, PretrainedValueSource):
+            source = ValueSource(source, pad_token=model.pad_token)
         options: dict[str, Any] = {"updates": optimizer.updates, "scoring": scoring or ScoringConfig()}
         self.engine = self.engines.critic(source, optimizer, objective, **options)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 import tyro
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, constraint
+from rl_bridge.algorithms.policy_setup import constraint
 from rl_bridge.common.terminal import given
 from rl_bridge.modules.own_loss import load_loss
-from rl_fn import Objective, components
+from rl_fn import Controller, Objective, components
 
 Level = Literal["token", "sequence"]
 
@@ -343,8 +343,8 @@ class ControlOptions:
 
 def controlled(
     objective: Objective, kl: ControlOptions, entropy: ControlOptions, samples: int
-) -> tuple[Objective, Coefficients]:
-    """The objective with the controlled terms, and their controllers.
+) -> tuple[Objective, dict[str, Controller]]:
+    """The objective with the controlled terms, and their controllers by term.
 
     An objective without a KL penalty gets k3, in the loss. A controller begins at its term's coefficient; with a
     coefficient of 0, at the controller's own start.
@@ -356,14 +356,14 @@ def controlled(
         if options.kind is None and options != (default := ControlOptions()):
             changed = given(options, *(n for n, value in vars(options).items() if value != getattr(default, n)))
             raise ValueError(f"{name} control has options and no kind: {changed}")
-    terms: dict[str, Controlled] = {}
+    terms: dict[str, Controller] = {}
     if kl.kind is not None:
         if objective.kl is None and objective.reward_kl is None:
             objective = objective.replace(kl=components.KL("k3", 0.0))
         slot = "kl" if objective.kl is not None else "reward_kl"
-        terms[slot] = Controlled(kl.controller("KL", getattr(objective, slot).coef, samples), slot)
+        terms[slot] = kl.controller("KL", getattr(objective, slot).coef, samples)
     if entropy.kind is not None:
         objective = objective.replace(entropy=objective.entropy or components.EntropyBonus(0.0))
         assert objective.entropy is not None
-        terms["entropy"] = Controlled(entropy.controller("entropy", objective.entropy.coef, samples), "entropy")
-    return objective, Coefficients(terms)
+        terms["entropy"] = entropy.controller("entropy", objective.entropy.coef, samples)
+    return objective, terms

@@ -12,7 +12,6 @@ from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import prompted
-from rl_bridge.pipelines.policy import PolicyPipeline, rows_of
 from rl_bridge.pipelines.training import load_model, load_rows
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
@@ -22,6 +21,8 @@ from rl_tools.plan.workload import Workload, mesh_of, started_with
 from rl_tools.profile.live_bytes import COMPONENTS
 from rl_tools.profile.timeline import parse_bytes, shown_bytes
 from rl_train import compared, sft
+from rl_train.policy_inputs import rows_of
+from rl_train.policy_options import PolicyPipeline
 from rl_train.sft import SFTPipeline
 
 # Lengths of a run's rows: as the user says, or as the data has them.

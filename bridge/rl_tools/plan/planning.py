@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rl_bridge.models.model_source import ModelSource
-from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_tools.plan.rehearsal import Rehearsal, world_of
@@ -14,6 +13,7 @@ from rl_tools.plan.steps import PHASES, SUPERVISION_PHASES, PolicyStep, Rows, Su
 from rl_tools.plan.vllm_memory import EngineShare, engine_of, share_for
 from rl_tools.plan.workload import Workload, mesh_of
 from rl_tools.profile.live_bytes import LiveBytes, Peak
+from rl_train.policy_options import PolicyPipeline
 from rl_train.preference import PreferencePipeline
 
 # Options of vLLM that ``rl-fn plan`` tries, to need less memory.

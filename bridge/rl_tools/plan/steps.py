@@ -19,7 +19,6 @@ from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.worker import worker_of
 from rl_bridge.models.model_source import ModelSource, ValueSource
 from rl_bridge.parallel.heads import token_values
-from rl_bridge.pipelines.policy import PolicyPipeline
 from rl_bridge.rewards.scoring_models import MICRO_BATCH_TOKENS
 from rl_bridge.rewards.sources import reward_models
 from rl_bridge.rollout.cached_decoder import CachedDecoder
@@ -29,6 +28,7 @@ from rl_tools.plan.rehearsal import Rehearsal, beside, executor_of, snapshot_ten
 from rl_tools.plan.vllm_memory import PlannedOptions, PlannedRollout
 from rl_tools.plan.workload import Largest, Workload, mesh_of
 from rl_tools.profile.live_bytes import REWARD, LiveBytes, Peak
+from rl_train.policy_options import PolicyPipeline
 from rl_train.preference import PreferencePipeline
 from rl_train.reward_model import RewardModelPipeline
 from rl_train.sft import SFTPipeline

@@ -11,7 +11,7 @@ import rl_fn
 from rl_bridge.algorithms.advantages import Inputs
 from rl_bridge.algorithms.completions import Sampled, Sampler
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
-from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
+from rl_bridge.algorithms.supervised_training import train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory, single_turn
@@ -20,6 +20,7 @@ from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rewards import load
+from rl_train.policy_options import WarmStart
 
 # Prompts and completions of different lengths, also where the prompt is longer than all completions together.
 ROWS = [single_turn([2, 3, 4, 5, 6, 7, 8, 9], [4, 1]), single_turn([6], [7, 8, 9, 2, 3, 1]), single_turn([5, 5], [1])]

@@ -8,12 +8,11 @@ import pytest
 
 import rl_fn
 from rl_bridge.algorithms.completions import Sampler, overlong, without_signal
-from rl_bridge.algorithms.evaluation import Archive, Evaluator, pass_rates
+from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, pass_rates
 from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, SamplingOptions, constraint
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options
-from rl_bridge.pipelines.policy import evaluate_both
 from rl_bridge.rewards import load
 from rl_fn import components
 

@@ -8,11 +8,12 @@ import torch
 from safetensors import safe_open
 
 import rl_fn
-from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
+from rl_bridge.algorithms.supervised_training import train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
 from rl_bridge.run.run import Run
+from rl_train.policy_options import WarmStart
 from tests.bridge.algorithms.fake_engines import FakePolicy, longest_is_best, run_loop
 
 STEPS, ROW = 6, single_turn([2, 3], [4, 5])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_bridge.algorithms import policy_training, supervised_training
-from rl_bridge.algorithms.supervised_training import WarmStart, train_sft
+from rl_bridge.algorithms.supervised_training import train_sft
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import TrainEngine
@@ -28,6 +28,7 @@ from rl_bridge.memory.garbage_collection import (
 from rl_bridge.models.small import TinySource
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
+from rl_train.policy_options import WarmStart
 
 
 class Cycle:

@@ -8,8 +8,8 @@ COMMAND = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from rl_tools import cli
-from rl_bridge.pipelines.policy_configs import quickstart
-from rl_bridge.pipelines.policy import run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy import run_policy
 
 def touched():
     return record.stat().st_mtime_ns if record.exists() else None

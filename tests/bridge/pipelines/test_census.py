@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from rl_bridge.algorithms.supervised_training import WarmStart
 from rl_bridge.data.census import Census, SourceCensus
 from rl_bridge.data.rows import RowStream
-from rl_bridge.pipelines.policy import run_policy
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.run.run import DryRun
 from rl_tools.report.page import content
 from rl_tools.report.run_files import read_run
 from rl_train.compared import loss_options
+from rl_train.policy import run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy_options import WarmStart
 from rl_train.preference import PreferencePipeline, run_preference
 from rl_train.reward_model import RewardModelPipeline, run_reward_model
 from rl_train.sft import SFTPipeline, run_sft

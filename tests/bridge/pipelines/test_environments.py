@@ -4,7 +4,6 @@ import re
 import pytest
 
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.pipelines.policy import PolicyStages
 from rl_bridge.pipelines.rollout_options import EnvironmentOptions
 from rl_bridge.rewards import load
 from rl_bridge.rewards.function import RewardError
@@ -22,6 +21,7 @@ SMALL = {
 }
 GAME = """
 from rl_bridge.environments import Step
+from rl_train.policy import PolicyStages
 
 class Game:
     def reset(self, row):

@@ -16,7 +16,8 @@ from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ControlOptions, objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, prepare, train_and_evaluate
+from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy_options import CriticOptions, PolicyPipeline
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
 # Of four completions there is one set of four, which has no lead over another.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import rl_bridge
 from rl_bridge.common.splitmix64 import signed
-from rl_bridge.pipelines import policy
-from rl_bridge.pipelines.policy_configs import quickstart
+from rl_train import policy
+from rl_train.policy_configs import quickstart
 
 LIBRARY = Path(rl_bridge.__file__).parent
 FILES = 70

@@ -13,10 +13,11 @@ from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.common.user_files import content_of, sources_of
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.run.provenance import of_folder
+from rl_train.policy import run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy_options import CriticOptions, PolicyPipeline
 from rl_train.preference import PreferencePipeline, run_preference
 from rl_train.sft import SFTPipeline, run_sft
 from tests.support.own_models import Bigram, tokenizer

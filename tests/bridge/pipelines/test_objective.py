@@ -17,9 +17,9 @@ from rl_bridge.pipelines.objective_options import (
     ObjectiveOptions,
     objective_options,
 )
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_fn import components
 from rl_tools.trainers import parse
+from rl_train.policy_configs import quickstart
 
 
 def built(*words):

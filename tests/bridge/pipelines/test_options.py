@@ -12,10 +12,10 @@ import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy import rows_of
-from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_tools.trainers import TRAINERS, load, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
+from rl_train.policy_configs import policy, quickstart
+from rl_train.policy_inputs import rows_of
 
 
 def _has_float(kind):

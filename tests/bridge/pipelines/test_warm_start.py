@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_bridge.algorithms.supervised_training import WarmStart
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.rows import policy_row
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines import policy as pipelines
-from rl_bridge.pipelines.policy import PolicyStages, run_policy
-from rl_bridge.pipelines.policy_configs import quickstart
+from rl_train import policy as pipelines
+from rl_train.policy import PolicyStages, run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy_options import WarmStart
 from tests.support.chat_templates import bytes_tokenizer
 
 ASK, SAYS, ANSWERS = (

@@ -15,11 +15,11 @@ from safetensors import SafetensorError
 from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.common.terminal import StopRequest
 from rl_bridge.executors.executor import WorkerDied, worker_error
-from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_bridge.run.run import Stopped
 from rl_tools import cli, trainers
 from rl_tools.cli import main, report
 from rl_tools.trainers import parse
+from rl_train.policy_configs import policy, quickstart
 
 REFUSED = {
     "out of the folder": (["--name", "../../x"], "name is that of a folder in runs, not a path and not hidden"),

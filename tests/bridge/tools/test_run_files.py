@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
 from rl_tools.trainers import TRAINERS
+from rl_train.policy_configs import quickstart
 
 SMALL = {
     "policy": "held-out = 4\n[policy]\nsteps = 2\nprompts-per-step = 4\n[sft]\nsteps = 1\nrows-per-step = 4\n",

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.pipelines.policy_configs import policy, quickstart
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
+from rl_train.policy_configs import policy, quickstart
 from rl_train.preference import PreferencePipeline
 from rl_train.reward_model import RewardModelPipeline
 

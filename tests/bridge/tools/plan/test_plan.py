@@ -8,7 +8,6 @@ import torch
 from experiments.benchmarks.memory_grid import models, settings, workload
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
 from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
@@ -17,6 +16,7 @@ from rl_tools.plan.steps import PHASES
 from rl_tools.plan.workload import Workload
 from rl_tools.profile.live_bytes import Peak
 from rl_tools.profile.timeline import parse_bytes
+from rl_train.policy_configs import quickstart
 
 TOLERANCE = 0.05
 SHORT = Workload(prompts=1, responses=2, prompt_tokens=3, new_tokens=3)

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rl_bridge.models.small import TinySource
 from rl_bridge.pipelines.placement import MeshOptions
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, RolloutOptions
 from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.planning import knobs, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal, world_of
 from rl_tools.plan.workload import Workload
 from rl_tools.profile.live_bytes import LiveBytes
+from rl_train.policy_configs import quickstart
 from tests.bridge.tools.plan.measured_runs import written
 from tests.bridge.tools.plan.supervised_runs import PAIRS, ROWS, TOKENS, common
 from tests.support import warm

@@ -13,8 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import CriticOptions, PolicyPipeline, run_policy
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards.scoring_models import RewardModel
 from rl_bridge.rollout.vllm import VLLMOptions
@@ -22,6 +20,9 @@ from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.steps import PHASES, REWARDS
 from rl_tools.profile.live_bytes import LiveBytes
 from rl_tools.profile.profiler import MemoryProfiler
+from rl_train.policy import run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy_options import CriticOptions, PolicyPipeline
 from tests.bridge.tools.plan.measured_runs import peaks, written
 
 TOKENS = 6 + 8

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.pipelines.training import LoRAOptions
 from rl_bridge.rollout.vllm import VLLMOptions
@@ -23,6 +22,7 @@ from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.vllm_memory import PlannedRollout, share_of
 from rl_tools.plan.workload import Workload
 from rl_tools.profile.live_bytes import LiveBytes
+from rl_train.policy_configs import quickstart
 
 LOAD = Workload(prompts=2, responses=8, prompt_tokens=130, new_tokens=127)
 SMALL = VLLMOptions(kv_cache_gib=0.05, max_model_len=512, max_num_seqs=64)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from rl_bridge.models.small import TinySource
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_tools.plan import planning
 from rl_tools.plan.planning import changes_of_vllm, knobs, plan
 from rl_tools.plan.vllm_memory import engine_of
 from rl_tools.plan.workload import Workload
+from rl_train.policy_configs import quickstart
 
 TINY = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
 LOAD = Workload(prompts=2, responses=8, prompt_tokens=130, new_tokens=127)

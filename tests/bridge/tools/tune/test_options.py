@@ -2,11 +2,11 @@
 
 import pytest
 
-from rl_bridge.pipelines.policy_configs import quickstart
 from rl_tools import trainers
 from rl_tools.trainers import options_of
 from rl_tools.tune.space import Interval, corners, read_space, words_of
 from rl_tools.tune.tune_command import run
+from rl_train.policy_configs import quickstart
 from rl_train.preference import PreferencePipeline
 
 POLICY = options_of(quickstart())

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.supervised_training import WarmStart
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.pipelines.policy import PolicyPipeline
+from rl_train.policy_options import PolicyPipeline, WarmStart
 
 EXPORTED = ("model", "best", "warm_start")
 """Names of the folders that a run exports: the name of the run's own folder says more."""
