@@ -138,7 +138,7 @@ class Models:
         several: dict[str, Any] = {"updates": config.updates_per_step}
         of_critic = [] if self.critic is None else [self.critic.update(batch, **several)]
         if not trains:
-            return [*of_critic, batch.metrics]
+            return [*of_critic, self.policy.update(batch, updates=0)]
         for scorer in (self.policy if config.recompute_old_logprobs else None, self.reference):
             batch = batch if scorer is None else scorer.score(batch, **several)
         return [*of_critic, self.policy.update(batch, **several)]

@@ -155,7 +155,8 @@ class Policy(Scored):
         ``prompt`` and ``answer``, which ``rows.take`` gives, are imitated, too: a warm start.
 
         Completions are of the weights that the policy had when they were drawn, unless ``stale`` says that older ones
-        are meant. With ``updates`` above 1, ``AdamW(total=…)`` counts each of them.
+        are meant. With ``updates`` above 1, ``AdamW(total=…)`` counts each of them; 0 measures the batch and keeps some
+        of its completions, as in first steps that train the critic alone.
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
@@ -179,13 +180,14 @@ class Policy(Scored):
             raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}")
         require_group(self.objective, batch.groups.sampling.n, "n")
         computed, counted = selected(batch, self.objective)
-        require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())
-        self._require_same_scoring(batch)
+        if updates:
+            require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())
+            self._require_same_scoring(batch)
         self._require_own_draw(batch.groups, stale)
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
         metrics = dict(batch.metrics) | self._of_syncs() | self._coefficients.metrics()
-        shares = list(shares_of(tokens, computed, counted, self._denominator, updates))
+        shares = list(shares_of(tokens, computed, counted, self._denominator, updates)) if updates else []
         if batch.rescored:
             metrics |= self._mismatch.metrics([minibatch for minibatch, *_ in shares])
         (log, step), self._completions = self._completions or (None, self._updates), None

@@ -141,8 +141,6 @@ class Engines:
         """
         self._run, self.trained = run, source if trained is None else trained
         self.executor, self.mesh, self.source, self.parallel = executor, mesh, source, parallel
-        self.threads: int | None = None
-        """CPU threads that the options name for each worker."""
         self.rollout_workers: int | None = None
         """Slots that the rollout has to itself. None: every slot has the rollout and all other engines."""
         self.apart: Sequence[Engine] = ()
@@ -163,11 +161,6 @@ class Engines:
         for engine in self._engines:
             if engine.slots:
                 engine.release()
-
-    def serve(self, run: Run) -> None:
-        """Name the engines after this run, and give it their notes. Comes before the first engine is made."""
-        self._run, self.tell = run.folder.name, run.note
-        keep_threads(run, self.executor, self.threads)
 
     def rehearse_export(
         self, tokenizer: PreTrainedTokenizerBase, dtype: ExportDtype, *, rehearsed: bool = False

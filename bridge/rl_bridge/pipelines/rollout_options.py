@@ -261,24 +261,6 @@ class EnvironmentOptions(RewardOptions):
 
         return converse
 
-    def talking(
-        self,
-        rollout: InferenceEngine,
-        environment: EnvironmentFactory | None,
-        tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingOptions,
-    ) -> Talking | None:
-        """How conversations that run ahead of training are held; None: there are none."""
-        if environment is None:
-            return None
-        limits: dict[str, Any] = {
-            "max_turns": self.max_turns,
-            "max_tokens": self.max_trajectory_tokens,
-            "step_timeout": self.environment_timeout,
-            "processes": self.environment_processes,
-        }
-        return talking(rollout, environment, tokenizer, sampling.max_new_tokens, **limits)
-
     def environment_fingerprint(self) -> dict[str, str]:
         """The fingerprint of the environment's file and its imports, which a resumed run compares."""
         if self.environment is None:

@@ -215,9 +215,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
         """The maker of a run's engines, with these options."""
         trained, turns = self.trained(source), Turns() if self.offload == "phases" else None
-        engines = Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, turns=turns)
-        engines.threads = self.threads
-        return engines
+        return Engines(executor, mesh, source, self.parallel(), run=run, trained=trained, turns=turns)
 
 
 ADDITION = "two-digit addition"

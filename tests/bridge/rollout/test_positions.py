@@ -23,7 +23,7 @@ from rl_bridge.models.row_checks import require_as_long
 from rl_bridge.models.tool_calls import ToolCall
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.value import ValueScorer
-from rl_bridge.pipelines.rollout_options import EnvironmentOptions
+from rl_bridge.pipelines.rollout_options import talking
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.pumps import Pace
@@ -135,14 +135,14 @@ def test_conversations_ahead_end_there_too():
     pace = Pace(partial=True, rounds=2, steps=2, limit=6)
     engine = InferenceEngine(lambda: Rollout(tiny())).build()
     config = replace(CONFIG, steps=2, sampling=replace(CONFIG.sampling, max_new_tokens=6))
-    options = EnvironmentOptions(environment="talks.py:Talks", max_turns=9)
-    talking = options.talking(engine, Talks, TOKENIZER, config.sampling)
-    sampler = ahead(engine, pace=pace, staleness=1, reward=load(("environment",)), config=config, talking=talking)
+    limits = {"max_turns": 9, "max_tokens": None, "step_timeout": 60.0, "processes": 0}
+    held = talking(engine, Talks, TOKENIZER, config.sampling.max_new_tokens, **limits)
+    sampler = ahead(engine, pace=pace, staleness=1, reward=load(("environment",)), config=config, talking=held)
     try:
         assert POSITIONS in law(shown(steps_of(sampler, Weights(), engine, range(2))))
     finally:
         sampler.close()
-    assert talking.template.ends(STOPS[1]), "the engine says what ends a turn"
+    assert held.template.ends(STOPS[1]), "the engine says what ends a turn"
 
 
 @pytest.mark.parametrize("make", [tiny, learned])
