@@ -23,7 +23,7 @@ from rl_bridge.models.row_checks import require_as_long
 from rl_bridge.models.tool_calls import ToolCall
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.value import ValueScorer
-from rl_bridge.pipelines.rollout_options import talking
+from rl_bridge.pipelines.rollout_options import EnvironmentOptions, talking
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.pumps import Pace
