@@ -6,7 +6,6 @@ Rewards have one and environments have one: what a coroutine of one kind does wi
 import asyncio
 import atexit
 import contextlib
-import inspect
 import os
 import pickle
 import threading
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
+from rl_bridge.common.unawaited import drop
 from rl_bridge.common.user_files import only_the_users_code
 
 Kind = Literal["reward", "environment"]
@@ -223,23 +223,6 @@ def run(awaitable: Awaitable[Any], kind: Kind, seconds: float | None = None, amo
     if error is not None:
         raise error
     return value
-
-
-def drop(awaitable: Any) -> None:
-    """End a coroutine that has not begun, with those that it was to await: Python warns of each that nobody awaits.
-
-    >>> async def inner(): ...
-    >>> async def outer(other): await other
-    >>> awaited = inner()
-    >>> drop(outer(awaited))
-    >>> inspect.getcoroutinestate(awaited)
-    'CORO_CLOSED'
-    """
-    if inspect.iscoroutine(awaitable) and inspect.getcoroutinestate(awaitable) == inspect.CORO_CREATED:
-        values = list(inspect.getcoroutinelocals(awaitable).values())
-        awaitable.close()
-        for value in values:
-            drop(value)
 
 
 def run_in_order(awaitables: Sequence[Awaitable[Any]], kind: Kind) -> Iterator[Outcome]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from rl_bridge.common import event_loop
 from rl_bridge.common.children import module_at_socket
+from rl_bridge.common.unawaited import drop
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import EnvironmentFactory, Step
 
@@ -134,7 +135,7 @@ class ThreadedSteps:
 
     def _awaited(self, value: Awaitable[Any]) -> Any:
         if self._closed:
-            event_loop.drop(value)
+            drop(value)
             raise RuntimeError("the conversations of this environment are over")
         # ``finished`` gives the call up at its limit. This thread ends soon after.
         return event_loop.run(value, "environment", self._limit + 1, self._coroutines)

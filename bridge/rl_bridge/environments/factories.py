@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import re
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -191,16 +192,35 @@ class FileFactory:
         """Load the file, unless this process has done so before. Threads that need the file wait for the first.
 
         Raises:
-            FileNotFoundError: no such file.
+            FileNotFoundError: no such file; with this machine's name where the driver's had the file.
             ValueError: the file fails to load, or the name is no environment.
         """
         with self._loading:
             if not self._make:
+                self.require_file()
                 self._make[self.name] = _factory(Path(self.path), self.name)
+
+    def require_file(self) -> None:
+        """Refuse a machine that lacks the file, before its conversations fail one by one.
+
+        Raises:
+            FileNotFoundError: with the path and, where the driver's machine had the file, this one's name.
+        """
+        if self.content and not self._make and not Path(self.path).is_file():
+            raise FileNotFoundError(
+                f"no such environment file on {socket.gethostname()}: {self.path}; the driver's machine had the file "
+                "when the run began, and every machine with a worker needs the file at this path"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path, the name and the content's hash: the loaded factory stays in its process."""
         return _file_factory, (self.path, self.name, self.content)
+
+
+def require_here(factory: EnvironmentFactory) -> None:
+    """Refuse a machine that lacks the factory's file, if the factory is of one; see ``FileFactory.require_file``."""
+    if isinstance(factory, FileFactory):
+        factory.require_file()
 
 
 _lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)

@@ -27,6 +27,8 @@ def try_environment(
     of a wrong type is refused. Where a run calls the environment in threads of this process, nothing is refused that
     the trial's own process may bring about, as by a port that this one has: no load, no answer in time, its end.
 
+    The trial is of this machine alone: workers on others may lack a file or a server, and say so when they call.
+
     Args:
         factory: makes the environment; it travels to the process.
         rows: of the data.
@@ -37,8 +39,11 @@ def try_environment(
         The row, the first messages, and the tools of the environment; None where that was named, and not refused.
 
     Raises:
-        ValueError: it cannot be loaded in a process, fails with each of the rows, or answers a turn with no ``Step``.
+        ValueError: it cannot be loaded in a process, fails with each of the rows, or answers a turn with no ``Step``;
+            or there are no rows.
     """
+    if not rows:
+        raise ValueError("an environment is tried with the first rows of the data, and there are none")
     failures: list[BaseException] = []
     try:
         processes = EnvironmentProcesses(Trial(factory, in_thread), limit=limit)

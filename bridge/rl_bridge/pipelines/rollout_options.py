@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from rl_bridge.rollout.conversations import Limits
 from rl_bridge.rollout.inprocess import Precision
 from rl_bridge.rollout.vllm import VLLMOptions
 from rl_bridge.run.options import MAY_CHANGE, require_used
+from rl_bridge.run.provenance import read_provenance
 from rl_fn import Objective
 
 
@@ -202,14 +204,19 @@ class EnvironmentOptions(RewardOptions):
         environment: EnvironmentFactory | None,
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        resumed: Path | None = None,
     ) -> EnvironmentFactory | None:
         """The environment, once it has begun a conversation and answered an empty turn: before a warm start.
+
+        ``resumed``: the folder of the run that goes on. An environment that this run had already is not tried again: a
+        trial is slow, and may fail where the run would not.
 
         Raises:
             ValueError: it fails, or the chat template cannot write the first messages.
         """
-        if environment is None:
-            return None
+        if environment is None or (resumed is not None and self._ran_in(resumed)):
+            return environment
         in_thread = not self.environment_processes
         begun = try_environment(environment, rows, limit=self.environment_timeout, in_thread=in_thread)
         if begun is not None:
@@ -221,6 +228,16 @@ class EnvironmentOptions(RewardOptions):
             except ValueError:
                 pass  # of this row alone: its conversations fail, and others begin
         return environment
+
+    def _ran_in(self, folder: Path) -> bool:
+        """Whether the run of this folder had the same environment, in processes or in threads as now."""
+        try:
+            before = read_provenance(folder)[-1]["fingerprints"]
+            processes = json.loads((folder / "config.json").read_text("utf-8"))["environment_processes"]
+            same = self.environment_fingerprint().items() <= before.items()
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # an older run's, or damaged
+            return False
+        return same and bool(processes) == bool(self.environment_processes)
 
     def require_engine(
         self,

@@ -14,6 +14,7 @@ from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParam
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.environments.environment import EnvironmentFactory, Session, Talker
 from rl_bridge.environments.environment_calls import EnvironmentProcesses, ThreadedSteps
+from rl_bridge.environments.factories import require_here
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Key, Tokens
@@ -257,6 +258,7 @@ class Conversing(WithDecoder):
             ValueError: a limit that leaves no turn or is beyond what the engine holds, a chat template that no
                 conversation can go on with, environments all of which failed, or one that cannot be in a process of its
                 own.
+            FileNotFoundError: this machine lacks the environment's file.
         """
         limits = Limits(
             max_turns=max_turns, turn_tokens=sampling.max_new_tokens, all_tokens=max_tokens, longest=self.longest
@@ -269,6 +271,8 @@ class Conversing(WithDecoder):
             session = self._environment_processes(environment, step_timeout).session
             # The process keeps the limit; a thread only waits for the process.
             step_timeout += WAIT
+        else:
+            require_here(environment)
         seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
         openings = [
             (

@@ -135,15 +135,20 @@ class RunOptions:
         """The names in ``trackers``, each once; a comma separates as a space does."""
         return list(dict.fromkeys(name for words in self.trackers for name in words.split(",") if name))
 
+    @property
+    def resumed(self) -> Path | None:
+        """The folder of the run to resume; None: this is a new run."""
+        return self.output.absolute() / self.name if self.resume or self.resume_anyway else None
+
     def folder(self) -> Path:
         """The folder of the run to resume; else a new one, made here.
 
         A new folder is ``output/name``, or the first of ``name-2``, ``name-3``, … that does not exist. Runs that start
         at one moment get a folder each. The path is absolute: a later change of the working directory moves nothing.
         """
+        if self.resumed is not None:
+            return self.resumed
         folder, number = self.output.absolute() / self.name, 1
-        if self.resume or self.resume_anyway:
-            return folder
         folder.parent.mkdir(parents=True, exist_ok=True)
         while True:
             try:

@@ -1,13 +1,22 @@
 import asyncio
 import concurrent.futures
 import pickle
+import socket
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from rl_bridge.data.trajectory import RowRequest, SamplingParams
 from rl_bridge.environments import Interact, Step, load_environment
+from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import FileFactory, OpenEnv, OpenEnvSession, json_action
+from rl_bridge.models.model_source import StateSource
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.turn_template import TurnTemplate
+from rl_bridge.rollout import InProcessRollout
+from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
+from rl_bridge.rollout.conversations import Limits
 
 FILE = """
 from dataclasses import dataclass
@@ -113,6 +122,36 @@ def test_what_is_no_environment_is_refused(folder, monkeypatch, source, said):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such environment file: .*game.py"):
         load_environment(f"{tmp_path}/game.py:Game")
+
+
+@pytest.fixture
+def new_worker(new_model, tokenizer):
+    return InProcessRollout(StateSource(new_model().requires_grad_(False)), tokenizer)
+
+
+def test_a_file_that_another_machine_lacks_is_named_with_the_machine(tmp_path, new_worker):
+    """The driver loads the file at once; a worker loads the file when its first conversation begins."""
+    file = tmp_path / "only_here.py"
+    file.write_text("class Game:\n    def reset(self, row): ...\n    def step(self, messages): ...\n")
+    arrived = pickle.dumps(load_environment(f"{file}:Game"))
+    file.unlink()
+    factory = pickle.loads(arrived)
+    talking = Talking(
+        environment=factory,
+        limits=Limits(max_turns=1, turn_tokens=1),
+        template=TurnTemplate(character_tokenizer("1+=")),
+    )
+    uses = {
+        "a conversation": lambda: Session(factory).reset({}),
+        "conversations": lambda: new_worker.converse(
+            [RowRequest({}, (0,))], SamplingParams(max_new_tokens=1), factory, 1
+        ),
+        "conversations that run ahead": lambda: Talks(talking, lambda group, place: None),
+    }
+    for use in uses.values():
+        with pytest.raises(FileNotFoundError) as failure:
+            use()
+        assert str(failure.value).startswith(f"no such environment file on {socket.gethostname()}: {file}; ")
 
 
 def test_threads_that_unpickle_a_factory_execute_its_file_once(tmp_path):

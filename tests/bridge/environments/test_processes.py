@@ -281,5 +281,5 @@ def test_a_factory_that_cannot_travel_or_load_is_refused(file, tmp_path):
         EnvironmentProcesses(lambda: None, limit=1)
     factory = load_environment(f"{shutil.copy(file, tmp_path / 'lost.py')}:Game")
     (tmp_path / "lost.py").unlink()
-    with pytest.raises(ValueError, match=r"cannot be loaded in a process of its own: no such environment file"):
+    with pytest.raises(ValueError, match=r"cannot be loaded in a process of its own: no such environment file on"):
         EnvironmentProcesses(factory, limit=1)

@@ -1,10 +1,8 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import gc
 import threading
 import time
-import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from rl_bridge.common import event_loop
 from rl_bridge.environments.environment import Session, Step
 from rl_bridge.environments.environment_calls import ThreadedSteps
 from rl_bridge.rewards import load
+from tests.support.coroutines import never_awaited
 from tests.support.reward_batches import trajectories
 
 
@@ -359,15 +358,6 @@ def nested():
 
     held = inner(innermost())
     return outer()
-
-
-def never_awaited(act):
-    """Warnings of coroutines that nobody awaits, while ``act`` runs and what it leaves is collected."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        act()
-        gc.collect()
-    return [str(one.message) for one in caught if "never awaited" in str(one.message)]
 
 
 def test_a_coroutine_that_comes_after_the_end_leaves_no_warning():

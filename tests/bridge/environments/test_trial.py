@@ -1,4 +1,7 @@
-"""An environment that is broken is refused before a run, and its trial changes nothing of the run."""
+"""An environment that is broken is refused before a run, and its trial changes nothing of the run.
+
+One test starts the processes as a run does; those of the others are forked with everything imported.
+"""
 
 import os
 import random
@@ -11,7 +14,7 @@ from rl_bridge.environments import load_environment
 from rl_bridge.environments.trial import try_environment
 
 FILE = """
-import os, random, signal
+import os, random, signal, time
 from rl_bridge.environments import Step
 
 COUNT = []
@@ -73,8 +76,7 @@ class RaisesLater(Game):
 
 class Slow(Game):
     def step(self, messages):
-        while True:
-            pass
+        time.sleep(1000)
 
 class Closed(Game):
     def close(self):
@@ -82,8 +84,7 @@ class Closed(Game):
 
 class SlowReset(Game):
     def reset(self, row):
-        while True:
-            pass
+        time.sleep(1000)
 
 class EndsReset(Game):
     def reset(self, row):
@@ -132,20 +133,29 @@ TRIED = "the environment was tried with a.jsonl, row 1 and an empty turn of the 
 NAMED = {
     "Raises": "ValueError: invalid literal for int() with base 10: ''",
     "RaisesLater": "ValueError: invalid literal for int() with base 10: ''",
-    "Slow": "took longer than 5 s, and its process was ended",
+    "Slow": "took longer than 3 s, and its process was ended",
     "Closed": "OSError: no server",
 }
 
 
 @pytest.fixture
-def tried(tmp_path):
+def tried_as_in_a_run(tmp_path):
     """Tries an environment of the file; what it named before is forgotten."""
     file = tmp_path / "game.py"
     file.write_text(FILE)
     remarks()
-    return lambda name, in_thread=True: try_environment(
-        load_environment(f"{file}:{name}"), ROWS, limit=5, in_thread=in_thread
-    )
+
+    def tried(name, in_thread=True):
+        # The others have a minute, so that nothing here depends on how busy the machine is.
+        limit = 3 if name.startswith("Slow") else 60
+        return try_environment(load_environment(f"{file}:{name}"), ROWS, limit=limit, in_thread=in_thread)
+
+    return tried
+
+
+@pytest.fixture
+def tried(tried_as_in_a_run, warm_environments):
+    return tried_as_in_a_run
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -176,7 +186,8 @@ def test_an_environment_of_a_main_thread_is_refused_where_a_run_calls_it_in_othe
         tried("Alarm")
 
 
-def test_the_trial_changes_nothing_of_this_process(tried, tmp_path):
+def test_the_trial_changes_nothing_of_this_process(tried_as_in_a_run, tmp_path):
+    tried = tried_as_in_a_run
     factory = load_environment(f"{tmp_path / 'game.py'}:Game")
     count = type(factory()).reset.__globals__["COUNT"]
     random.seed(3)
@@ -188,8 +199,14 @@ def test_the_trial_changes_nothing_of_this_process(tried, tmp_path):
     assert count == [1.0]
 
 
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_without_rows_there_is_nothing_to_try(in_thread):
+    with pytest.raises(ValueError, match="an environment is tried with the first rows of the data, and there are none"):
+        try_environment(lambda: None, [], limit=1, in_thread=in_thread)
+
+
 UNKNOWN = {
-    "SlowReset": "took longer than 5 s, and its process was ended",
+    "SlowReset": "took longer than 3 s, and its process was ended",
     "EndsReset": r"the environment ended its process in reset\(\)",
 }
 

@@ -11,7 +11,6 @@ from rl_bridge import (
     AdamW,
     Ahead,
     Groups,
-    Model,
     Policy,
     Reference,
     RewardModel,
@@ -20,11 +19,9 @@ from rl_bridge import (
     Run,
     SamplingParams,
     ScoringConfig,
-    current_executor,
     load_model,
     preference_loss,
 )
-from rl_bridge.models.small import TinySource, character_tokenizer
 from tests.support.results import metrics
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
@@ -34,15 +31,6 @@ SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
 
 def reward(completion, row):
     return completion.count("1") - len(completion)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A tiny model; its engines are gone in the end."""
-    current_executor().stop()
-    tokenizer = character_tokenizer("0123456789+=")
-    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
-    current_executor().stop()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from rl_bridge import (
     NLL,
     AdamW,
     LoRAOptions,
-    Model,
     Policy,
     Reference,
     RewardModel,
@@ -29,7 +28,6 @@ from rl_bridge import (
 from rl_bridge.data.census import Census, SourceCensus
 from rl_bridge.engines import Mesh
 from rl_bridge.engines.engine import Engine
-from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.run.options import RunOptions
 from tests.support.results import metrics
 
@@ -37,15 +35,6 @@ PROMPTS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in r
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "0" * (1 + i)} for i, row in enumerate(PROMPTS)]
 LOSSES = {"sft": NLL(), "preference": preference_loss("dpo"), "reward model": preference_loss("bradley_terry")}
 STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A tiny model; its engines are gone in the end."""
-    current_executor().stop()
-    tokenizer = character_tokenizer("0123456789+=")
-    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
-    current_executor().stop()
 
 
 def trained(model, name, **options):

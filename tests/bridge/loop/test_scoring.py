@@ -21,21 +21,11 @@ from rl_bridge import (
     ScoringConfig,
     Teacher,
     Turns,
-    current_executor,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
 SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
-
-
-@pytest.fixture(scope="module")
-def model():
-    """A tiny model; its engines are gone in the end."""
-    current_executor().stop()
-    tokenizer = character_tokenizer("0123456789+=")
-    yield Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
-    current_executor().stop()
 
 
 def batch_of(rollout):

@@ -1,13 +1,17 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from rl_bridge.engines.dispatch import returns
+from rl_bridge.pipelines import rollout_options
 from rl_bridge.pipelines.rollout_options import EnvironmentOptions
 from rl_bridge.rewards import load
 from rl_bridge.rewards.function import RewardError
 from rl_bridge.rollout import InProcessRollout
+from rl_bridge.run.options import RunOptions
+from rl_bridge.run.provenance import write_provenance
 from rl_tools.cli import main
 from tests.support.trajectories import trajectory
 
@@ -19,9 +23,9 @@ SMALL = {
     "--held-out": 8,
     "--max-turns": 3,
 }
+ROWS = [{"prompt": "1+1="}]
 GAME = """
 from rl_bridge.environments import Step
-from rl_train.policy import PolicyStages
 
 class Game:
     def reset(self, row):
@@ -108,6 +112,61 @@ def test_a_conversation_that_was_cut_before_its_reward_has_none(capsys):
     assert (
         capsys.readouterr().out.count("of 2 conversations the environment ended none, and gave no reward so far") == 1
     )
+
+
+def write(file, text):
+    """Gives a file in the run's folder another text."""
+    return lambda game, folder: (folder / file).write_text(text)
+
+
+RESUMED = {
+    "unchanged": ({}, None, False),
+    "another limit": ({"environment_timeout": 3.0}, None, False),
+    "another file": ({}, lambda game, folder: game.write_text(GAME + "\n"), True),
+    "another class": ({"environment": "Silent"}, None, True),
+    "in processes": ({"environment_processes": 2}, None, True),
+    "never begun": ({}, lambda game, folder: (folder / "provenance.jsonl").unlink(), True),
+    "damaged provenance": ({}, write("provenance.jsonl", "{\n"), True),
+    "provenance of nothing": ({}, write("provenance.jsonl", '{"fingerprints": 3}\n'), True),
+    "damaged options": ({}, write("config.json", "{"), True),
+    "no options": ({}, write("config.json", "[]"), True),
+    "of an older version": ({}, write("config.json", "{}"), True),
+    "without an environment before": ({}, write("provenance.jsonl", '{"fingerprints": {}}\n'), True),
+}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_resumed_run_tries_its_environment_again_only_where_something_changed(
+    game, tmp_path, monkeypatch, case, processes
+):
+    trials = []
+    monkeypatch.setattr(rollout_options, "try_environment", lambda *_, **options: trials.append(options))
+    changes, act, is_tried = RESUMED[case]
+    began = EnvironmentOptions(environment=f"{game}:Game", environment_processes=processes)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_provenance(folder, 1, {"environment": "of another attempt"})
+    write_provenance(folder, 2, {"data": "1"} | began.environment_fingerprint())
+    (folder / "config.json").write_text(json.dumps({"environment_processes": processes}))
+    if act is not None:
+        act(game, folder)
+    changes = changes | ({"environment": f"{game}:{changes['environment']}"} if "environment" in changes else {})
+    now = replace(began, **changes)
+    if case == "in processes" and processes:
+        is_tried = False
+    environment = object()
+    assert now.tried(environment, ROWS, None, resumed=folder) is environment and len(trials) == is_tried
+    assert now.tried(environment, ROWS, None) is environment and len(trials) == is_tried + 1
+    assert now.tried(None, ROWS, None, resumed=folder) is None
+
+
+@pytest.mark.parametrize("option", ["resume", "resume_anyway"])
+def test_the_folder_of_a_run_that_is_resumed_is_known_before_the_run_opens(tmp_path, option):
+    options = RunOptions(output=tmp_path, name="first")
+    assert options.resumed is None and not (tmp_path / "first").exists()
+    resumed = replace(options, **{option: True})
+    assert resumed.resumed == resumed.folder() == tmp_path / "first"
 
 
 def test_a_changed_environment_is_another_fingerprint(game):

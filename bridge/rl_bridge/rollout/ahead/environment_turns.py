@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rl_bridge.environments.environment import EnvironmentFactory, NeedsOwnProcess, Session, Step, Talker
 from rl_bridge.environments.environment_calls import EnvironmentProcesses, Finished, ThreadedSteps
+from rl_bridge.environments.factories import require_here
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Group, Key, Sample, Turn
 from rl_bridge.rollout.conversations import Conversation, Limits, Opening
@@ -75,7 +76,11 @@ class Talks:
     """
 
     def __init__(self, talking: Talking, opening: Callable[[Group, int], Opening]) -> None:
-        """``opening``: of a sample, by its place in the group."""
+        """``opening``: of a sample, by its place in the group.
+
+        Raises:
+            FileNotFoundError: this machine lacks the environment's file.
+        """
         self._talking, self._opening = talking, opening
         self._processes: EnvironmentProcesses | None = None
         limit, at_once = talking.step_timeout, talking.at_once
@@ -83,6 +88,8 @@ class Talks:
             self._processes = EnvironmentProcesses(talking.environment, limit=limit)
             # The process keeps the limit; a thread only waits for the process.
             limit, at_once = limit + WAIT, talking.processes
+        else:
+            require_here(talking.environment)
         self._steps = ThreadedSteps(limit=limit, at_once=at_once)
         self._sessions: dict[Name, Talker] = {}
         self._asked: dict[Name, Conversation] = {}
