@@ -182,7 +182,7 @@ def remark_on_prompts(
     ``settled``: as ``remark_on_keys`` has it.
     """
     remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], settled)
-    remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)])
+    remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)], generation_prompt=True)
 
 
 def remark_on_conversations(
@@ -236,10 +236,13 @@ def remark_on_words(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Mapping[str, Any]],
     chats: Callable[[Mapping[str, Any]], Iterable[Chat]],
+    *,
+    generation_prompt: bool = False,
 ) -> None:
     """Name once by role what the chat template leaves out of the messages: the rows, the characters, the first words.
 
-    ``chats`` gives the conversations of a row, of which the one that loses most counts.
+    ``chats`` gives the conversations of a row, of which the one that loses most counts. With ``generation_prompt`` they
+    are prompts, behind which the model replies.
     """
     count: Counter[str] = Counter()
     characters: Counter[str] = Counter()
@@ -250,7 +253,7 @@ def remark_on_words(
         lengths: Counter[str] = Counter()
         for chat in chats(row):
             of_chat: Counter[str] = Counter()
-            for role, words in _words_left_out(tokenizer, chat, tries):
+            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt):
                 of_chat[role] += len(words)
                 first.setdefault(role, f"{row.get('_where', f'row {total}')}, {shortened(words, 80)}")
             lengths |= of_chat  # completions of one prompt share what it loses
@@ -263,7 +266,9 @@ def remark_on_words(
         )
 
 
-def _words_left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str]) -> Iterator[tuple[str, str]]:
+def _words_left_out(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool
+) -> Iterator[tuple[str, str]]:
     """(Role, words) of each message of which the template leaves something out. ``tries``: messages by their role.
 
     Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text.
@@ -271,13 +276,14 @@ def _words_left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Count
     if isinstance(chat.prompt, str) or not all(isinstance(message, Mapping) for message in chat.prompt):
         return
     try:
-        text = rendered(tokenizer, chat, generation_prompt=False)
+        text = rendered(tokenizer, chat, generation_prompt=generation_prompt)
     except ValueError:  # a row that the template refuses is refused with its words
         return
     for place, message in enumerate(chat.prompt):
         tries[message["role"]] += 1
         doubtful = tries[message["role"]] <= TRIES
-        if words := left_out(tokenizer, chat, place, None if doubtful else text):
+        expected = None if doubtful else text
+        if words := left_out(tokenizer, chat, place, expected, generation_prompt=generation_prompt):
             yield message["role"], words
 
 
