@@ -21,7 +21,7 @@ from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
 from rl_bridge.data.rows import refuse, response_field, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
-from rl_bridge.data.unread_keys import TRIES, remark_on_keys
+from rl_bridge.data.unread_keys import TRIES, KeyMemory, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
 from rl_bridge.models.left_out import ADVICE, left_out
@@ -175,25 +175,25 @@ def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool 
 
 
 def remark_on_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], settled: set[str] | None = None
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], memory: KeyMemory | None = None
 ) -> None:
     """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out.
 
-    ``settled``: as ``remark_on_keys`` has it.
+    ``memory``: as ``remark_on_keys`` has it.
     """
-    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], settled)
+    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], memory)
     remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)], generation_prompt=True)
 
 
 def remark_on_conversations(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Mapping[str, Any]],
-    settled: set[str] | None = None,
+    memory: KeyMemory | None = None,
     *,
     apply_chat_template: bool = True,
 ) -> None:
     """Name once what no tokens of rows that are imitated have, as ``remark_on_prompts`` does."""
-    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], settled)
+    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], memory)
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
 
