@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
-from rl_bridge.data.rows import refuse, response_field, supervised_row, unread_responses
+from rl_bridge.data.rows import imitated_field, missing, policy_row, refuse, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
 from rl_bridge.data.unread_keys import TRIES, KeyMemory, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
@@ -216,7 +216,7 @@ def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             bad.append(f"{where}: {error}")
             continue
         for other in unread_responses(read[-1]):
-            beside.setdefault((str(response_field(read[-1])), other), []).append(where)
+            beside.setdefault((imitated_field(read[-1]), other), []).append(where)
     refuse(bad, total)
     for (field, other), places in beside.items():
         remark(
@@ -379,7 +379,7 @@ def require_room(
     """
     encode, bad, total = prompted(tokenizer), [], 0
     for total, row in enumerate(rows, 1):
-        if (count := len(encode(row)[1])) + new_tokens > longest:
+        if (count := len(encode(policy_row(row) if missing(row, "prompt") else row)[1])) + new_tokens > longest:
             bad.append(
                 f"{row.get('_where', f'row {total}')}: the row has {count} tokens and {new_tokens} are sampled behind; "
                 f"the engine holds {longest} (--rollout.vllm.max-model-len, or the model's positions)"
