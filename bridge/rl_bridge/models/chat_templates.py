@@ -263,7 +263,7 @@ def memory_of(tokenizer: PreTrainedTokenizerBase, kind: str) -> dict[Any, Any]:
 # Contents in parts: templates of models that read images too go through a content part by part.
 
 
-def _in_parts(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[Message]:
+def _in_parts(tokenizer: PreTrainedTokenizerBase, messages: list[Any]) -> list[Any]:
     """The messages, with each text as a part where the template writes a role's words in that form alone."""
     texts = [isinstance(message.get("content"), str) for message in messages]
     roles = {message.get("role") for message, is_text in zip(messages, texts, strict=True) if is_text}

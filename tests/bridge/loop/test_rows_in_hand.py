@@ -204,13 +204,14 @@ def test_keys_are_looked_at_again_where_the_chat_template_is_another(model, kind
             (plain, True),
             (reads, False),
             (plain, False),
-            (reads + " ", False),
-            (plain + " ", True),
+            ("{# other #}" + reads, False),
+            ("{# other #}" + plain, True),
         ):
             model.tokenizer.chat_template = template
             for again in (False, True):
                 meet()
-                assert [line for line in remarks() if line.startswith(words)] == [] if again or not named else [words]
+                lines = [line for line in remarks() if line.startswith(words)]
+                assert len(lines) == (named and not again)
     finally:
         model.tokenizer.chat_template = plain
 
