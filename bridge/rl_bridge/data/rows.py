@@ -126,6 +126,12 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "messages": messages}
 
 
+def imitated_field(row: Mapping[str, Any]) -> str:
+    """The field of a read row to imitate that holds what is imitated."""
+    field = response_field(row)
+    return "messages" if field is None or missing(row, "prompt") else field
+
+
 def response_field(row: Mapping[str, Any]) -> str | None:
     """The field that holds the row's response; None if there is none."""
     return next((name for name in RESPONSES if not missing(row, name)), None)
@@ -183,8 +189,8 @@ def unread_responses(row: Mapping[str, Any]) -> list[str]:
     >>> unread_responses({"messages": [{"role": "assistant", "content": "It is 2"}], "answer": "2"})
     ['answer']
     """
-    field = response_field(row)
-    imitated = row["messages"][-1:] if field is None or missing(row, "prompt") else row[field]
+    field = imitated_field(row)
+    imitated = row["messages"][-1:] if field == "messages" else row[field]
     turns = imitated if isinstance(imitated, list) else [{"content": imitated}]
     return [name for name in RESPONSES if not missing(row, name) and not _says(turns, row[name])]
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge.common.terminal import remark
@@ -24,6 +25,18 @@ MESSAGE_KEYS = (
 """Keys of a message that only a chat template could read."""
 TRIES = 32
 """Rows with a key that are encoded without it, until one of them changes."""
+
+
+@dataclass
+class KeyMemory:
+    """The keys that earlier rows of a program had, where rows come a few at a time."""
+
+    read: set[str] = field(default_factory=set)
+    """Keys that moved a row's tokens."""
+    named: set[str] = field(default_factory=set)
+    """Keys that were named as not read."""
+    tries: Counter[str] = field(default_factory=Counter)
+    """Rows with the key that were encoded without it, at most ``TRIES``."""
 
 
 class UnreadColumns:
@@ -62,31 +75,39 @@ def _says_something(value: Any) -> bool:
 def remark_on_keys(
     rows: Iterable[Mapping[str, Any]],
     encode: Callable[[Mapping[str, Any]], Sequence[int]],
-    settled: set[str] | None = None,
+    memory: KeyMemory | None = None,
 ) -> None:
     """Name each key for the chat template without which no row has other tokens.
 
     ``encode`` gives the tokens of a row, of which it reads messages, ``tools`` and ``chat_template_kwargs``.
-    ``settled`` has the keys that were read or named before, which are not looked at, and gets these.
+    ``memory`` has the keys of earlier calls, and gets these. A key is named once, and tried on until ``TRIES`` rows of
+    all calls had it. One that is read after all is named once more.
     """
-    settled = set() if settled is None else settled
+    memory = KeyMemory() if memory is None else memory
     count: Counter[str] = Counter()
     first: dict[str, Mapping[str, Any]] = {}
-    moving: set[str] = set()
     for row in rows:
         for name, bare in _without_each(row):
-            if name in settled:
+            if name in memory.read:
                 continue
+            if memory.tries[name] < TRIES:
+                moves = _changes(row, bare(), encode)
+                if moves is None:
+                    continue
+                memory.tries[name] += 1
+                if moves:
+                    memory.read.add(name)
+                    if name in memory.named:
+                        remark(f"{name} is read after all: it changes tokens of a later row{_at(', ', row)}")
+                    continue
             count[name] += 1
             first.setdefault(name, row)
-            if name not in moving and count[name] <= TRIES and _changes(row, bare(), encode):
-                moving.add(name)
     for name in count:
-        if name not in moving:
+        if name not in memory.read | memory.named:
+            memory.named.add(name)
             tries = min(count[name], TRIES)
             rows_with = f"{tries} rows that have it" if tries == count[name] else f"the first {tries} of {count[name]}"
-            remark(f"{name} is not read: it changes no token of {rows_with}{_first(first[name])}")
-    settled.update(count)
+            remark(f"{name} is not read: it changes no token of {rows_with}{_at(', first ', first[name])}")
 
 
 def _without_each(row: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -125,13 +146,16 @@ def _bare(value: Any, key: str) -> Any:
 
 def _changes(
     row: Mapping[str, Any], bare: Mapping[str, Any], encode: Callable[[Mapping[str, Any]], Sequence[int]]
-) -> bool:
-    """Whether the row has other tokens than ``bare``, or is read where that is refused."""
-    try:
-        return list(encode(row)) != list(encode(bare))
-    except ValueError:
-        return True
+) -> bool | None:
+    """Whether the row has other tokens than ``bare``, or one of the two is refused; None: both are."""
+    tokens: list[list[int] | None] = []
+    for one in (row, bare):
+        try:
+            tokens.append(list(encode(one)))
+        except ValueError:
+            tokens.append(None)
+    return None if tokens == [None, None] else tokens[0] != tokens[1]
 
 
-def _first(row: Mapping[str, Any]) -> str:
-    return f", first {row['_where']}" if "_where" in row else ""
+def _at(words: str, row: Mapping[str, Any]) -> str:
+    return f"{words}{row['_where']}" if "_where" in row else ""

@@ -17,7 +17,7 @@ from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, super
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
-from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns, remark_on_keys
+from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, KeyMemory, UnreadColumns, remark_on_keys
 from rl_bridge.engines.engine import Engine
 from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
@@ -82,8 +82,8 @@ class Model:
 
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
-    settled: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    """Keys of rows that this model was found to read, or that were named: of prompts, and of rows to imitate."""
+    settled: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The unread columns that were named of prompts, and of rows to imitate; and keys, by the chat template."""
 
     @property
     def pad_token(self) -> int:
@@ -91,6 +91,14 @@ class Model:
         pad = self.tokenizer.pad_token_id
         assert isinstance(pad, int)
         return pad
+
+    def columns_named(self, kind: str) -> set[str]:
+        """Columns of rows that were named as not read, of ``prompts`` or of rows that are ``imitated``."""
+        return self.settled.setdefault(kind, set())
+
+    def keys_met(self, kind: str) -> KeyMemory:
+        """Keys of rows of this kind that the present chat template has met."""
+        return self.settled.setdefault(f"{kind} by {self.tokenizer.chat_template}", KeyMemory())
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of the model's files, wherever they lie now; nothing for a source without files."""
@@ -221,14 +229,14 @@ def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = 
     Columns of rows that have a place, as those of a file, were named where they were read.
     """
     imitated = check is supervised_row
-    settled = model.settled.setdefault("imitated" if imitated else "prompts", set())
+    kind = "imitated" if imitated else "prompts"
     unread = UnreadColumns((*ROW_KEYS, *SUPERVISED_KEYS) if imitated else ROW_KEYS)
     for number, row in enumerate(rows, 1):
         if "_where" not in row:
             unread.look(row, f"row {number}", unread_responses(row) if imitated else ())
-    unread.remark("" if imitated else " (but by a reward or an environment of your own)", settled)
+    unread.remark("" if imitated else " (but by a reward or an environment of your own)", model.columns_named(kind))
     read = (supervised if imitated else prompted)(model.tokenizer)
-    remark_on_keys(rows, lambda row: read(row)[1], settled)
+    remark_on_keys(rows, lambda row: read(row)[1], model.keys_met(kind))
 
 
 def any_row(row: Any) -> Any:
@@ -409,7 +417,7 @@ def load_rows(
         census.trained = len(rows)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
-            remark_on_prompts(model.tokenizer, rows, model.settled.setdefault("prompts", set()))
+            remark_on_prompts(model.tokenizer, rows, model.keys_met("prompts"))
         return Rows(rows, seed=seed, reader=data, census=census)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
@@ -417,8 +425,8 @@ def load_rows(
     reading: dict[str, Any] = {"apply_chat_template": apply_chat_template, "max_length": max_length}
     if isinstance(loss, NLL):
         rows = read_rows(data, fields=(), check=supervised_row, census=census)
-        settled = model.settled.setdefault("imitated", set()) if apply_chat_template else set()
-        remark_on_conversations(tokenizer, rows, settled, apply_chat_template=apply_chat_template)
+        memory = model.keys_met("imitated") if apply_chat_template else None
+        remark_on_conversations(tokenizer, rows, memory, apply_chat_template=apply_chat_template)
         trajectories, left_out = encoded(source, tokenizer, rows, **reading)
         _count(census, len(trajectories), left_out, max_length)
         return rows_for_loss(model, trajectories, seed=seed, reader=data, census=census, fingerprint=of_rows(rows))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import loopcontrols
@@ -135,7 +136,9 @@ def _watch() -> None:
 
 # A conversation as text, message by message: a chat template must only add to what the model has already seen.
 
-PRIVATE = {"918273645546372819": ["918273645546372819"]}
+MARK = "918273645546372819"
+"""A content that no template changes: it has no case, no space and no sign."""
+PRIVATE = {MARK: [MARK]}
 """Arguments of a call that no conversation has."""
 ADVICE = (
     "train with apply_chat_template=false, which concatenates the contents, or with a --chat-template FILE of your own "
@@ -199,7 +202,7 @@ def rendered(
             "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
         )
     chat = chat_of(conversation)
-    chat = replace(chat, prompt=[shown(message) for message in chat.prompt])
+    chat = replace(chat, prompt=_in_parts(tokenizer, [shown(message) for message in chat.prompt]))
     called = [arguments for message in chat.prompt for arguments in _arguments_of(message)]
     if not called:
         return _rendered(tokenizer, chat, generation_prompt)
@@ -238,6 +241,65 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt:
         ) from error
     assert isinstance(text, str)
     return text
+
+
+# The memory of a tokenizer's templates: beside the tokenizer, so that no copy and no pickle carries it.
+
+_memories: WeakKeyDictionary[Any, dict[Any, dict[Any, Any]]] = WeakKeyDictionary()
+
+
+def memory_of(tokenizer: PreTrainedTokenizerBase, kind: str) -> dict[Any, Any]:
+    """The memory of one kind that this process has of the tokenizer's present template.
+
+    A tokenizer that no dictionary can hold has an empty one each time.
+    """
+    try:
+        memory = _memories.setdefault(tokenizer, {})
+    except TypeError:
+        return {}
+    return memory.setdefault((kind, _templates_of(tokenizer)), {})
+
+
+# Contents in parts: templates of models that read images too go through a content part by part.
+
+
+def _in_parts(tokenizer: PreTrainedTokenizerBase, messages: list[Any]) -> list[Any]:
+    """The messages, with each text as a part where the template writes a role's words in that form alone."""
+    texts = [isinstance(message.get("content"), str) for message in messages]
+    roles = {message.get("role") for message, is_text in zip(messages, texts, strict=True) if is_text}
+    if not (in_parts := {role for role in roles if _reads_parts(tokenizer, role)}):
+        return messages
+    return [
+        {**message, "content": _part(message["content"])} if is_text and message.get("role") in in_parts else message
+        for message, is_text in zip(messages, texts, strict=True)
+    ]
+
+
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, role: Any) -> bool:
+    """Whether the template writes what this role says in parts, and does not write a text; tried once."""
+    memory = memory_of(tokenizer, "parts")
+    if role not in memory:
+        talk: list[Message] = [{"role": other, "content": "?"} for other in ("user", "assistant")]
+        first = role in ("system", "developer")
+        before = [] if first else _in_parts(tokenizer, talk[: ("user", "assistant", role).index(role)])
+        behind = _in_parts(tokenizer, talk[:1]) if first else []
+        writes = (
+            _writes(tokenizer, [*before, {"role": role, "content": content}, *behind])
+            for content in (MARK, _part(MARK))
+        )
+        memory[role] = not next(writes) and next(writes)
+    return memory[role]
+
+
+def _writes(tokenizer: PreTrainedTokenizerBase, messages: list[Any]) -> bool:
+    try:
+        return MARK in _rendered(tokenizer, Chat(messages), generation_prompt=True)
+    except ValueError:  # rows are refused with the template's words
+        return False
+
+
+def _part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 # The date that some templates write: one for a whole run, which a resumed run compares.

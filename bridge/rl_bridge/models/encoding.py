@@ -31,7 +31,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_c
     elif chat.prompt and isinstance(chat.prompt[0], Mapping):
         if apply_chat_template:
             text = rendered(tokenizer, chat, generation_prompt=True)
-            require_every(tokenizer, chat, text)
+            require_every(tokenizer, chat, text, generation_prompt=True)
             ids = _encode(tokenizer, text, "prompt")
         else:
             ids = _beginning(tokenizer, "".join(content_of(message) for message in chat.prompt))
@@ -111,7 +111,8 @@ def encode_row(
         texts = list(spans(tokenizer, chat))
         if not to_end and texts:
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-            require_every(tokenizer, replace(chat, prompt=messages[: last + 1]), "".join(text for text, _ in texts))
+            written = "".join(text for text, _ in texts)
+            require_every(tokenizer, replace(chat, prompt=messages[: last + 1]), written, generation_prompt=False)
         special = special_ids(tokenizer)
         for text, place in texts:
             ids = _encode(tokenizer, text, "conversation", behind=tokens)

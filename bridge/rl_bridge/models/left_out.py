@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import Chat, shortened
-from rl_bridge.models.chat_templates import rendered, template_of
+from rl_bridge.data.messages import UNTRAINED, Chat, shortened
+from rl_bridge.models.chat_templates import MARK, memory_of, rendered, template_of
 
-MARK = "918273645546372819"
-"""A content that no template changes: it has no case, no space and no sign."""
 ADVICE = (
     "take these words out of the rows, or give a --chat-template FILE that writes them; apply_chat_template=false "
     "concatenates the contents"
@@ -25,7 +24,14 @@ class LeftOut(ValueError):
     """A chat template leaves out a whole message."""
 
 
-def left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, text: str | None = None) -> str:
+def left_out(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Chat,
+    place: int,
+    text: str | None = None,
+    *,
+    generation_prompt: bool = False,
+) -> str:
     """The part of a message's content that the chat template does not write; white space does not count.
 
     The template's text is compared with the one that it writes of a mark in place of the content. A template that
@@ -36,6 +42,7 @@ def left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, text: s
         chat: the conversation.
         place: of the message in it.
         text: where the content is expected. If all of it stands there, nothing else is rendered.
+        generation_prompt: whether the chat is a prompt, which the model reads with the beginning of a reply.
 
     Returns:
         The characters from the first that is left out to the last; "" where none is.
@@ -45,9 +52,9 @@ def left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, text: s
     if not content or (text is not None and is_in(content, text)):
         return ""
     try:
-        whole, marked = (_text(tokenizer, chat, place, words) for words in (None, MARK))
+        whole, marked = (_text(tokenizer, chat, place, words, generation_prompt) for words in (None, MARK))
         if MARK not in marked:
-            return content if _text(tokenizer, chat, place, "") == whole else ""
+            return content if _is_dropped(tokenizer, chat, place, "", generation_prompt) else ""
     except ValueError:  # a template may refuse another content
         return ""
     before, _, behind = marked.partition(MARK)
@@ -74,7 +81,9 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, te
         )
 
 
-def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, first: int = 0) -> None:
+def require_every(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, first: int = 0, *, generation_prompt: bool
+) -> None:
     """Refuse a message of anybody but the assistant that is not in the template's text at all.
 
     The model would read another prompt than the row's. Nothing is refused where the template writes other words in that
@@ -85,11 +94,12 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, fir
         chat: the messages.
         text: of the messages by the template.
         first: place of the first message that is looked for.
+        generation_prompt: whether the text ends with the beginning of a reply; else with the assistant's last message.
 
     Raises:
         LeftOut: with the message's place, its role, its words, and the roles that the template writes.
     """
-    unwritten, squeezed = _unwritten(tokenizer, chat), None
+    unwritten, squeezed = _unwritten(tokenizer, chat, generation_prompt), None
     for place, message in enumerate(chat.prompt[first:], first):
         content = message.get("content")
         if message["role"] == "assistant" or not isinstance(content, str) or not content.strip():
@@ -100,8 +110,8 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, fir
             squeezed = "".join(text.split()) if squeezed is None else squeezed
             if is_in(content, squeezed):
                 continue
-        if _is_dropped(tokenizer, chat, place):
-            written = [repr(role) for role in ROLES if _writes_as(tokenizer, chat, place, role)]
+        if _is_dropped(tokenizer, chat, place, MARK, generation_prompt):
+            written = [repr(role) for role in ROLES if _writes_as(tokenizer, chat, place, role, generation_prompt)]
             way = f"give it the role {' or '.join(written)}, which the template writes there; or " if written else ""
             raise LeftOut(
                 f"{template_of(tokenizer)} leaves out message {place} ({message['role']}) wholly, so the model would "
@@ -109,40 +119,65 @@ def require_every(tokenizer: PreTrainedTokenizerBase, chat: Chat, text: str, fir
             )
 
 
-def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> frozenset[int]:
+def _unwritten(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool) -> frozenset[int]:
     """Places of messages whose words the template writes nowhere, whatever they are; once for chats of one form.
 
     The same words may stand elsewhere in the text, so each message has a mark of its own.
     """
-    forms: dict[Any, frozenset[int]] | None = getattr(tokenizer, "template_forms", None)
-    if forms is None or len(forms) >= FORMS:
-        tokenizer.template_forms = forms = {}
-    keys = tuple((message["role"], *sorted(message)) for message in chat.prompt)
-    form = (str(tokenizer.chat_template), keys, bool(chat.tools), repr(chat.arguments))
+    words = [_has_words(message.get("content")) for message in chat.prompt]
+    form = _form(tokenizer, chat, words, generation_prompt)
+    forms = memory_of(tokenizer, "forms")
     if form not in forms:
-        marks = [f"{MARK}{place}{MARK}" for place in range(len(chat.prompt))]
-        marked = [{**message, "content": mark} for message, mark in zip(chat.prompt, marks, strict=True)]
+        marks = [f"{MARK}{place}{MARK}" if has_words else "" for place, has_words in enumerate(words)]
+        marked = [{**m, "content": mark} if mark else m for m, mark in zip(chat.prompt, marks, strict=True)]
         try:
-            text = rendered(tokenizer, replace(chat, prompt=marked), generation_prompt=False)
+            text = rendered(tokenizer, replace(chat, prompt=marked), generation_prompt=generation_prompt)
         except ValueError:  # a template may refuse another content
             text = ""
+        if len(forms) >= FORMS:
+            forms.clear()
         forms[form] = frozenset(place for place, mark in enumerate(marks) if mark not in text)
     return forms[form]
 
 
-def _is_dropped(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int) -> bool:
-    """Whether the text is the same with other words in the message."""
+def _form(tokenizer: PreTrainedTokenizerBase, chat: Chat, words: Sequence[bool], generation_prompt: bool) -> bytes:
+    """A digest of all that a template reads beside the words of the messages: their other keys, tools, variables."""
+    other_keys = [
+        {key: item for key, item in message.items() if key != UNTRAINED and not (has_words and key == "content")}
+        for message, has_words in zip(chat.prompt, words, strict=True)
+    ]
+    beside = (other_keys, chat.tools, chat.arguments, tokenizer.special_tokens_map, generation_prompt)
+    return blake2b(repr(beside).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def _has_words(content: Any) -> bool:
+    return isinstance(content, str) and not content.isspace() and content != ""
+
+
+def _is_dropped(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, words: str, generation_prompt: bool
+) -> bool:
+    """Whether the model reads the same with other words in the message.
+
+    A row to imitate has two texts: its own and the prompt of the last reply, which alone may have a switch's effect.
+    """
+    texts = [(chat, generation_prompt)]
+    if not generation_prompt and place < len(chat.prompt) - 1 and chat.prompt[-1]["role"] == "assistant":
+        texts.append((replace(chat, prompt=chat.prompt[:-1]), True))
     try:
-        return _text(tokenizer, chat, place, None) == _text(tokenizer, chat, place, MARK)
+        return all(
+            _text(tokenizer, part, place, None, prompted) == _text(tokenizer, part, place, words, prompted)
+            for part, prompted in texts
+        )
     except ValueError:  # a template may refuse another content
         return False
 
 
-def _writes_as(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, role: str) -> bool:
+def _writes_as(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, role: str, generation_prompt: bool) -> bool:
     """Whether the template writes the message in another role."""
     other = [*chat.prompt[:place], {**chat.prompt[place], "role": role}, *chat.prompt[place + 1 :]]
     try:
-        return MARK in _text(tokenizer, replace(chat, prompt=other), place, MARK)
+        return MARK in _text(tokenizer, replace(chat, prompt=other), place, MARK, generation_prompt)
     except ValueError:
         return False
 
@@ -166,9 +201,11 @@ def _in_order(characters: str, text: str) -> bool:
     return True
 
 
-def _text(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, content: str | None) -> str:
+def _text(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, content: str | None, generation_prompt: bool
+) -> str:
     """The conversation by the template without its white space, with another content of the message if one is given."""
     messages: Sequence[Mapping] = chat.prompt
     if content is not None:
         messages = [*messages[:place], {**messages[place], "content": content}, *messages[place + 1 :]]
-    return "".join(rendered(tokenizer, replace(chat, prompt=messages), generation_prompt=False).split())
+    return "".join(rendered(tokenizer, replace(chat, prompt=messages), generation_prompt=generation_prompt).split())

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
-from rl_bridge.data.rows import refuse, response_field, supervised_row, unread_responses
+from rl_bridge.data.rows import imitated_field, missing, policy_row, refuse, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
-from rl_bridge.data.unread_keys import TRIES, remark_on_keys
+from rl_bridge.data.unread_keys import TRIES, KeyMemory, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
 from rl_bridge.models.left_out import ADVICE, left_out
@@ -175,25 +175,25 @@ def supervised(tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool 
 
 
 def remark_on_prompts(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], settled: set[str] | None = None
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], memory: KeyMemory | None = None
 ) -> None:
     """Name once what no prompt's tokens have: keys that nothing reads, and words that the chat template leaves out.
 
-    ``settled``: as ``remark_on_keys`` has it.
+    ``memory``: as ``remark_on_keys`` has it.
     """
-    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], settled)
-    remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)])
+    remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], memory)
+    remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)], generation_prompt=True)
 
 
 def remark_on_conversations(
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[Mapping[str, Any]],
-    settled: set[str] | None = None,
+    memory: KeyMemory | None = None,
     *,
     apply_chat_template: bool = True,
 ) -> None:
     """Name once what no tokens of rows that are imitated have, as ``remark_on_prompts`` does."""
-    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], settled)
+    remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], memory)
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
 
@@ -216,7 +216,7 @@ def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             bad.append(f"{where}: {error}")
             continue
         for other in unread_responses(read[-1]):
-            beside.setdefault((str(response_field(read[-1])), other), []).append(where)
+            beside.setdefault((imitated_field(read[-1]), other), []).append(where)
     refuse(bad, total)
     for (field, other), places in beside.items():
         remark(
@@ -236,10 +236,13 @@ def remark_on_words(
     tokenizer: PreTrainedTokenizerBase,
     rows: Iterable[Mapping[str, Any]],
     chats: Callable[[Mapping[str, Any]], Iterable[Chat]],
+    *,
+    generation_prompt: bool = False,
 ) -> None:
     """Name once by role what the chat template leaves out of the messages: the rows, the characters, the first words.
 
-    ``chats`` gives the conversations of a row, of which the one that loses most counts.
+    ``chats`` gives the conversations of a row, of which the one that loses most counts. With ``generation_prompt`` they
+    are prompts, behind which the model replies.
     """
     count: Counter[str] = Counter()
     characters: Counter[str] = Counter()
@@ -250,7 +253,7 @@ def remark_on_words(
         lengths: Counter[str] = Counter()
         for chat in chats(row):
             of_chat: Counter[str] = Counter()
-            for role, words in _words_left_out(tokenizer, chat, tries):
+            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt):
                 of_chat[role] += len(words)
                 first.setdefault(role, f"{row.get('_where', f'row {total}')}, {shortened(words, 80)}")
             lengths |= of_chat  # completions of one prompt share what it loses
@@ -263,7 +266,9 @@ def remark_on_words(
         )
 
 
-def _words_left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str]) -> Iterator[tuple[str, str]]:
+def _words_left_out(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool
+) -> Iterator[tuple[str, str]]:
     """(Role, words) of each message of which the template leaves something out. ``tries``: messages by their role.
 
     Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text.
@@ -271,13 +276,14 @@ def _words_left_out(tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Count
     if isinstance(chat.prompt, str) or not all(isinstance(message, Mapping) for message in chat.prompt):
         return
     try:
-        text = rendered(tokenizer, chat, generation_prompt=False)
+        text = rendered(tokenizer, chat, generation_prompt=generation_prompt)
     except ValueError:  # a row that the template refuses is refused with its words
         return
     for place, message in enumerate(chat.prompt):
         tries[message["role"]] += 1
         doubtful = tries[message["role"]] <= TRIES
-        if words := left_out(tokenizer, chat, place, None if doubtful else text):
+        expected = None if doubtful else text
+        if words := left_out(tokenizer, chat, place, expected, generation_prompt=generation_prompt):
             yield message["role"], words
 
 
@@ -373,7 +379,7 @@ def require_room(
     """
     encode, bad, total = prompted(tokenizer), [], 0
     for total, row in enumerate(rows, 1):
-        if (count := len(encode(row)[1])) + new_tokens > longest:
+        if (count := len(encode(policy_row(row) if missing(row, "prompt") else row)[1])) + new_tokens > longest:
             bad.append(
                 f"{row.get('_where', f'row {total}')}: the row has {count} tokens and {new_tokens} are sampled behind; "
                 f"the engine holds {longest} (--rollout.vllm.max-model-len, or the model's positions)"

@@ -57,7 +57,7 @@ class TurnTemplate:
         if self._tokenizer.chat_template is None:
             return encode_prompt(self._tokenizer, "".join(message["content"] for message in chat.prompt))
         text = self._rendered(chat)
-        require_every(self._tokenizer, chat, text)
+        require_every(self._tokenizer, chat, text, generation_prompt=True)
         ids: Any = self._encoded(text)
         if not ids:
             raise ValueError(f"the chat template renders {list(chat.prompt)} to no token")
@@ -90,7 +90,8 @@ class TurnTemplate:
                 self._tail(chat, drawn, answer, REASONING)
                 self._checked.add(roles)
             tail = self._tail(chat, drawn, answer, "{}")
-            require_every(self._tokenizer, replace(chat, prompt=[*chat.prompt, *answer]), tail, len(chat.prompt))
+            whole = replace(chat, prompt=[*chat.prompt, *answer])
+            require_every(self._tokenizer, whole, tail, len(chat.prompt), generation_prompt=True)
         return self._behind_end(tail, ended)
 
     def refusal(self, roles: Sequence[str] = ("tool",), *, opening: Sequence[str] = ("user",)) -> str | None:

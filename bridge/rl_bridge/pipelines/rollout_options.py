@@ -251,10 +251,9 @@ class EnvironmentOptions(RewardOptions):
         Raises:
             ValueError: with both numbers, and of rows without an environment the first few.
         """
-        longest = rollout.ends()[1]
         if self.environment is not None:
-            self._require_room(longest)
-        elif longest is not None:
+            self._require_room(rollout.ends()[1])
+        elif (longest := rollout.narrower()) is not None:  # else the rows were compared with the model's positions
             require_room(longest, tokenizer, rows, sampling.max_new_tokens)
 
     def _require_room(self, longest: int | None) -> None:

@@ -65,6 +65,8 @@ class WithDecoder:
     """Ids that end a completion, or a turn."""
     longest: int | None = None
     """Tokens of the longest sequence that the engine holds or the model has positions for; None: no limit."""
+    holds_less: bool = False
+    """Whether the model alone would read longer sequences."""
 
     @abstractmethod
     def decoder(self, sampling: SamplingParams) -> Decoder:
@@ -80,6 +82,11 @@ class WithDecoder:
     def ends(self) -> tuple[frozenset[int], int | None]:
         """Ids that end a turn, and the tokens of the longest sequence (None: no limit)."""
         return frozenset(self._stop), self.longest
+
+    @returns("same")
+    def narrower(self) -> int | None:
+        """Tokens of the longest sequence, if the model alone would read longer ones; else None."""
+        return self.longest if self.holds_less else None
 
 
 class Generating(WithDecoder):

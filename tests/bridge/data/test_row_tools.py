@@ -16,7 +16,7 @@ from rl_bridge.data.comparisons import comparison_of, read_comparisons
 from rl_bridge.data.messages import RESERVED, Chat, arguments_of, tools_of
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.trajectory import Request, SamplingParams, requests_of
-from rl_bridge.data.unread_keys import MESSAGE_KEYS, ROW_KEYS, TRIES, remark_on_keys
+from rl_bridge.data.unread_keys import MESSAGE_KEYS, ROW_KEYS, TRIES, KeyMemory, remark_on_keys
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import Interact
 from rl_bridge.loop.encoded import remark_on_unread
@@ -381,3 +381,43 @@ def test_a_template_s_argument_changes_the_text():
     chats = [Chat([USER], (), arguments) for arguments in ({}, ARGUMENTS)]
     plain, brief = (rendered(tokenizer, chat, generation_prompt=False) for chat in chats)
     assert brief == "brief" + plain
+
+
+@pytest.mark.parametrize("size", [1, 4, TRIES + 8])
+@pytest.mark.parametrize("reads", [None, 0, 1, 5, TRIES - 1, TRIES, TRIES + 7])
+def test_a_key_is_tried_on_until_enough_rows_had_it_however_few_come_at_a_time(reads, size):
+    """It is named once, read after all is said once, and later rows cost no encoding."""
+    names = ["y" if place == reads else "x" for place in range(TRIES + 8)]
+    rows = [{"prompt": [{**USER, "name": name}], "_where": f"row {n}"} for n, name in enumerate(names)]
+    encoded = []
+
+    def encode(row):
+        encoded.append(row)
+        return [int(message.get("name") == "y") for message in row["prompt"]]
+
+    memory = KeyMemory()
+    for start in range(0, len(rows), size):
+        remark_on_keys(rows[start : start + size], encode, memory)
+    lines = remarks()
+    read = reads is not None and reads < TRIES
+    expected = [] if read and reads < size else ["message key `name` is not read: it changes no token of "]
+    assert [line[: len(words)] for line, words in zip(lines, expected, strict=False)] == expected
+    after = ["message key `name` is read after all: it changes tokens of a later row, row " + str(reads)]
+    assert lines[len(expected) :] == (after if read and expected else [])
+    assert len(encoded) == 2 * (reads + 1 if read else TRIES)
+    for row in rows:
+        remark_on_keys([row], encode, memory)
+    assert remarks() == [] and len(encoded) == 2 * (reads + 1 if read else TRIES)
+
+
+def test_a_row_that_is_refused_with_and_without_a_key_says_nothing_of_the_key():
+    def encode(row):
+        if row["prompt"][0]["content"] == "bad":
+            raise ValueError("refused")
+        return [len(row["prompt"][0]["content"])]
+
+    memory = KeyMemory()
+    remark_on_keys([{"prompt": [{"role": "user", "content": "bad", "name": "x"}]}], encode, memory)
+    assert remarks() == [] and memory == KeyMemory()
+    remark_on_keys([{"prompt": [{**USER, "name": "x"}]}], encode, memory)
+    assert remarks() == ["message key `name` is not read: it changes no token of 1 rows that have it"]

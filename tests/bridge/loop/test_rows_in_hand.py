@@ -191,6 +191,31 @@ def test_keys_of_prompts_that_nothing_reads_are_named_once_where_rows_meet_a_mod
     assert NAMED.format("1 rows that have it") not in remarks()
 
 
+@pytest.mark.parametrize("kind", ["prompts", "imitated"])
+def test_keys_are_looked_at_again_where_the_chat_template_is_another(model, kind):
+    row = UNREAD_KEY | {"messages": None}
+    meet = lambda: load_rows([row], model, NLL() if kind == "imitated" else None)  # noqa: E731
+    plain, words = model.tokenizer.chat_template, NAMED.format("1 rows that have it")
+    reads = plain.replace("{{ m.content }}", "{{ m.content }}{{ m.name }}")
+    model.settled.clear()
+    remarks()
+    try:
+        for template, named in (
+            (plain, True),
+            (reads, False),
+            (plain, False),
+            ("{# other #}" + reads, False),
+            ("{# other #}" + plain, True),
+        ):
+            model.tokenizer.chat_template = template
+            for again in (False, True):
+                meet()
+                lines = [line for line in remarks() if line.startswith(words)]
+                assert len(lines) == (named and not again)
+    finally:
+        model.tokenizer.chat_template = plain
+
+
 def test_keys_of_rows_to_imitate_that_nothing_reads_are_named_once_where_rows_meet_a_model(model, monkeypatch):
     monkeypatch.setattr(trained, "supervised_update", lambda engine, batch: {})
     policy = SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft")

@@ -8,6 +8,7 @@ import pytest
 
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.rows import policy_row
+from rl_bridge.models.row_checks import imitated_rows
 from rl_bridge.models.small import TinySource
 from rl_train import policy as pipelines
 from rl_train.policy import PolicyStages, run_policy
@@ -63,6 +64,15 @@ def test_a_row_with_two_responses_that_differ_is_refused_or_named(case, steps, t
     run_policy(pipeline)
     named = [line for line in remarks() if "imitates" in line]
     assert named == ([BESIDE.format(*beside, "rows.jsonl")] if beside and steps else [])
+
+
+@pytest.mark.parametrize("other", ["response", "completion", "answer"])
+def test_the_field_that_is_imitated_is_named(other):
+    """Messages that end with the assistant's are imitated, whatever stands beside them."""
+    rows = [{"messages": [ASK, ANSWERS], other: "2"}, {"messages": [ASK, SAYS], other: "2", "_where": "rows, row 2"}]
+    remarks()
+    assert [row["messages"][-1] for row in imitated_rows(rows)] == [ANSWERS, SAYS]
+    assert remarks() == [BESIDE.format("messages", other, "rows")]
 
 
 def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tokenizer):

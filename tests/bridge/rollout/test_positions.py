@@ -1,6 +1,7 @@
 """No token has a place beyond the model's positions: in no engine, environment, rollout ahead or trainer."""
 
 import contextlib
+import copy
 import logging
 import math
 from dataclasses import replace
@@ -186,6 +187,7 @@ def test_a_served_engine_draws_no_more_than_the_trainer_reads(make, holds, monke
     worker, bound = ServedRollout.__new__(ServedRollout), min(POSITIONS, holds)
     worker._connect(make(), TOKENIZER, None, dtype=torch.float32, precision="fp32", at_once=1, restarts=0)
     assert worker.ends()[1] == worker.longest == bound
+    assert worker.narrower() == (bound if holds < POSITIONS else None)
     with pytest.raises(ValueError, match=rf"the engine holds {bound} \(max_model_len, or the model's positions\)"):
         worker.decoder(SAMPLING).add("long", [2] * bound, seed=0, limit=1)
 
@@ -232,6 +234,7 @@ def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(
 
 
 @pytest.mark.parametrize("environment", [None, "no_such.py:Talks"])
+@pytest.mark.parametrize("field", ["prompt", "messages"])
 @pytest.mark.parametrize(
     ("holds", "refusal"),
     [
@@ -240,11 +243,23 @@ def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(
         (POSITIONS - 1, r"^b.jsonl, row 2: the row has 4 tokens and 20 are sampled behind; .* holds 23 "),
     ],
 )
-def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(environment, holds, refusal):
+def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(environment, field, holds, refusal):
     """An engine may hold fewer tokens than the model has positions (vLLM's max_model_len). Conversations are apart."""
-    rollout = SimpleNamespace(ends=lambda: (frozenset(), holds))
-    rows = [{"prompt": "1" * length, "_where": f"b.jsonl, row {length - 2}"} for length in (3, 4)]
+    rollout = SimpleNamespace(ends=lambda: (frozenset(), holds), narrower=lambda: holds)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    contents = [(f"b.jsonl, row {length - 2}", "1" * length) for length in (3, 4)]
+    rows = [
+        {field: text if field == "prompt" else [{"role": "user", "content": text}], "_where": where}
+        for where, text in contents
+    ]
     options, sampling = EnvironmentOptions(environment=environment), SamplingOptions(max_new_tokens=POSITIONS - 4)
     refused = environment is None and refusal
     with pytest.raises(ValueError, match=refusal) if refused else contextlib.nullcontext():
-        options.require_engine(rollout, rows, TOKENIZER, sampling)
+        options.require_engine(rollout, rows, tokenizer, sampling)
+
+
+def test_rows_that_were_compared_with_the_model_are_not_encoded_again_for_an_engine_that_holds_as_much():
+    rollout, tokenizer = InProcessRollout(tiny(), TOKENIZER), None
+    assert rollout.ends()[1] == POSITIONS and rollout.narrower() is None
+    EnvironmentOptions().require_engine(rollout, [{"prompt": "1"}], tokenizer, SamplingOptions(max_new_tokens=2))

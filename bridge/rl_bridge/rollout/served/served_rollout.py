@@ -70,6 +70,7 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         self.engine = ServedEngine(open_server, folder, at_once=at_once, restarts=restarts)
         self._close = weakref.finalize(self, self.engine.close)
         self.longest = longest_sequence(model, self.engine.limits().longest)
+        self.holds_less = self.longest != longest_sequence(model)
         tolerance = tolerance or Tolerance.of(precision)
         self.updated = UpdatedEngine(
             self.engine, folder, tolerance=tolerance, replacements=replacements, adapter_rank=adapter_rank

@@ -77,6 +77,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         client.on_death = lambda: restart()()  # type: ignore[misc]  # who steps the client has its updates too
         self._outbox = Outbox(client, draws)
         self.longest = longest_sequence(model, facts(client.engine).max_model_len)
+        self.holds_less = self.longest != longest_sequence(model)
 
     def decoder(self, sampling: SamplingParams) -> VLLMDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
