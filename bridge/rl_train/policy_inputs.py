@@ -23,7 +23,6 @@ from rl_bridge.models.row_checks import (
     require_as_long,
     supervised,
 )
-from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
@@ -73,16 +72,18 @@ def inputs_of(options: PolicyPipeline) -> PolicyInputs:
     options.checked_objective()
     both, new_tokens = [*train, *held_out], options.policy.sampling.max_new_tokens
     source, tokenizer = load_model(options, both)
-    remark_on_ends(source, tokenizer)
+    model = Model(source, tokenizer)
+    model.remark_on_ends()
     check_rows(source, tokenizer, both, prompted(tokenizer), new_tokens=new_tokens)
     if options.sft.steps:
         # A warm start reads the prompts, and responses too.
         imitated = imitated_rows(train)
         check_rows(source, tokenizer, imitated, supervised(tokenizer))
-        remark_on_conversations(tokenizer, imitated)
+        remark_on_conversations(tokenizer, imitated, keys := model.keys_met("imitated"))
+        model.keys_met("prompts").read |= keys.read | keys.named  # the prompts are of the same rows
     else:
-        remark_on_prompts(tokenizer, both)
-    return PolicyInputs.of(options, Model(source, tokenizer), train, held_out, rewards, census)
+        remark_on_prompts(tokenizer, both, model.keys_met("prompts"))
+    return PolicyInputs.of(options, model, train, held_out, rewards, census)
 
 
 def rows_of(options: PolicyPipeline, census: Census | None = None) -> tuple[list[dict], list[dict]]:

@@ -25,6 +25,7 @@ from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts, supervised
+from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.provenance import of_folder, of_rows
@@ -99,6 +100,11 @@ class Model:
     def keys_met(self, kind: str) -> KeyMemory:
         """Keys of rows of this kind that the present chat template has met."""
         return self.settled.setdefault(f"{kind} by {self.tokenizer.chat_template}", KeyMemory())
+
+    def remark_on_ends(self) -> None:
+        """Name the ends of turns and the tokens at which generation stops where these differ, once for this model."""
+        if "ends" not in self.settled:
+            self.settled["ends"] = remark_on_ends(self.source, self.tokenizer)
 
     def fingerprints(self) -> dict[str, str]:
         """A hash of the model's files, wherever they lie now; nothing for a source without files."""

@@ -14,7 +14,6 @@ from rl_bridge.environments.functions import FunctionTools, Parse, function_tool
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model, any_row, draw, in_hand
 from rl_bridge.loop.groups import Groups
-from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -55,7 +54,7 @@ class Rollout:
         engines = Engines(executor, mesh, model.source, ParallelConfig(), run="loop", turns=turns)
         engines.rollout_workers = workers
         self.engine = engines.rollout(model.tokenizer, options)
-        remark_on_ends(model.source, model.tokenizer)
+        model.remark_on_ends()
         self._tools: dict[Any, FunctionTools] = {}
         self.ahead: Any = None
         """The ``Ahead`` that draws with this rollout."""
