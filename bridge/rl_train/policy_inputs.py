@@ -50,7 +50,15 @@ class PolicyInputs:
         reward: Reward | Rewards,
         census: Census | None = None,
     ) -> "PolicyInputs":
-        """Inputs in hand. ``census``: of the sources that the rows were read of; None: all are in hand."""
+        """Inputs in hand, each row checked. ``census``: of the sources of the rows; None: all are in hand.
+
+        Raises:
+            ValueError: a row that the model cannot read, or that leaves no room for a completion: the first few.
+        """
+        new_tokens = options.policy.sampling.max_new_tokens
+        model.remark_on_ends()
+        both = [*rows, *held_out]
+        check_rows(model.source, model.tokenizer, both, prompted(model.tokenizer), new_tokens=new_tokens)
         return cls(
             model=model,
             rows=Rows(rows, seed=options.seed),
@@ -70,11 +78,10 @@ def inputs_of(options: PolicyPipeline) -> PolicyInputs:
     train, held_out = rows_of(options, census)
     seed_everything(options.seed)  # a reader of the user's may have drawn numbers
     options.checked_objective()
-    both, new_tokens = [*train, *held_out], options.policy.sampling.max_new_tokens
+    both = [*train, *held_out]
     source, tokenizer = load_model(options, both)
     model = Model(source, tokenizer)
-    model.remark_on_ends()
-    check_rows(source, tokenizer, both, prompted(tokenizer), new_tokens=new_tokens)
+    inputs = PolicyInputs.of(options, model, train, held_out, rewards, census)
     if options.sft.steps:
         # A warm start reads the prompts, and responses too.
         imitated = imitated_rows(train)
@@ -83,7 +90,7 @@ def inputs_of(options: PolicyPipeline) -> PolicyInputs:
         model.keys_met("prompts").read |= keys.read | keys.named  # the prompts are of the same rows
     else:
         remark_on_prompts(tokenizer, both, model.keys_met("prompts"))
-    return PolicyInputs.of(options, model, train, held_out, rewards, census)
+    return inputs
 
 
 def rows_of(options: PolicyPipeline, census: Census | None = None) -> tuple[list[dict], list[dict]]:

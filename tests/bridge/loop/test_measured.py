@@ -146,7 +146,7 @@ def test_garbage_is_collected_between_two_steps_and_as_ever_around_them(model, t
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_model_that_cannot_be_made_keeps_no_slot(model, name, monkeypatch):
     held = current_executor().held
-    before = {slot: list(names) for slot, names in held.items()}
+    before = {slot: list(names) for slot, names in held.items() if names}
 
     def broken(engine, method, *arguments, **options):
         raise RuntimeError(method)
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_be_made_keeps_no_slot(model, name, monkeypatch):
         patch.setattr(Engine, "call", broken)
         with pytest.raises(RuntimeError):
             trained(model, name)
-    assert {slot: list(names) for slot, names in held.items()} == before
+    assert {slot: list(names) for slot, names in held.items() if names} == before
 
 
 @pytest.mark.parametrize("name", LOSSES)
