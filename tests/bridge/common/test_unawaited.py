@@ -88,7 +88,7 @@ def deep(inner, between=lambda inner: inner):
 
 
 FORMS = {
-    "argument": closure,
+    "argument": lambda inner: waits_for(inner),
     "*args": later,
     "**kwargs": lambda inner: later(other=inner),
     "list": lambda inner: with_list([inner]),
