@@ -163,7 +163,7 @@ def beside_policy(
     if warm is not None:
         warm.sync_weights(policy)
         warm.release()
-    models: dict[str, Any] = {"follows": warm is not None or options.policy.reference_every is not None}
+    models: dict[str, Any] = {"follows": options.reference_follows}
     if options.needs_reference:
         models["reference"] = enter(Reference(model, **place))
         if warm is not None:
