@@ -75,8 +75,8 @@ def trace_calls(monkeypatch):
         trace.trained.append((batch, denominator))
         return train_step(module, batch, denominator, *rest)
 
-    def making(*parts):
-        made.append(beside_policy(*parts))
+    def making(*parts, **of_run):
+        made.append(beside_policy(*parts, **of_run))
         return made[-1]
 
     def looping(run, total, state):
