@@ -23,10 +23,12 @@ from experiments.machine import facts
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.data.tasks import split_rows
+from rl_bridge.loop.data import Model
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rewards import Reward, exact_match
-from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy import run_policy
+from rl_train.policy_inputs import PolicyInputs
 from rl_train.policy_options import CriticOptions, PolicyPipeline, WarmStart
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,13 +70,11 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     chosen = dict(options)
     heads, kind = chosen.pop("heads", HEADS), chosen.pop("source", TinySource)
     pipeline = pipeline_of(chosen, name=f"{name}-{seed}", output=folder, seed=seed, steps=steps)
-    executor = pipeline.start()
-    objective = prepare(pipeline, executor)
     tokenizer = character_tokenizer("0123456789+=")
     source = kind.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
-    inputs = {"train_rows": train, "held_out": held_out, "reward": reward, "objective": objective}
-    summary = train_and_evaluate(pipeline, executor, source, tokenizer, **inputs)
+    inputs = PolicyInputs.of(pipeline, Model(source, tokenizer), train, held_out, reward)
+    summary = run_policy(pipeline, inputs=inputs)
     lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["stage"] == "policy"]
     archive = folder / pipeline.name / "pareto.json"

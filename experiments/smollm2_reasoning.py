@@ -12,13 +12,15 @@ import sys
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.data.tasks import reasoning_reward, reasoning_rows, split_rows
+from rl_bridge.loop.data import Model
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import load_smollm2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_tools.cli import report
 from rl_tools.trainers import observers_of, parse
-from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy import run_policy
+from rl_train.policy_inputs import PolicyInputs
 from rl_train.policy_options import PolicyPipeline
 
 # Facts of one task are not asked by the other, so that a held-out prompt is new in substance and not only in wording.
@@ -46,8 +48,6 @@ DEFAULT = PolicyPipeline(
 
 def main(pipeline: PolicyPipeline) -> dict:
     """Run the pipeline on the tasks above; returns the summary."""
-    executor = pipeline.start()
-    objective = prepare(pipeline, executor)
     rows = [
         row
         for task, (arguments, size) in TASKS.items()
@@ -55,9 +55,8 @@ def main(pipeline: PolicyPipeline) -> dict:
     ]
     train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
-    source = StateSource(model)
-    inputs = {"train_rows": train, "held_out": held_out, "reward": reasoning_reward, "objective": objective}
-    return train_and_evaluate(pipeline, executor, source, tokenizer, **inputs, observers=observers_of(pipeline))
+    inputs = PolicyInputs.of(pipeline, Model(StateSource(model), tokenizer), train, held_out, reasoning_reward)
+    return run_policy(pipeline, observers_of(pipeline), inputs)
 
 
 if __name__ == "__main__":

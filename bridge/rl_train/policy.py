@@ -56,7 +56,7 @@ def run_policy(
                 run.log(warm.update(rows.take(warm_start.rows_per_step)))
         own = {"control": control, **options.of_policy(), **place, **part}
         policy = enter(Policy(model, objective, options.adamw(options.policy_updates), **own))
-        models = beside_policy(options, inputs, beside, policy, warm, run.folder, place, enter)
+        models = beside_policy(options, inputs, beside, policy, warm=warm, folder=run.folder, place=place, enter=enter)
         complete = options.complete(rollout.engine, beside.environment)
         held_out = Evaluator(complete, inputs.rewards, inputs.held_out, config, run.folder, seed=options.seed)
         policy.sync_weights(rollout)
@@ -149,6 +149,7 @@ def beside_policy(
     inputs: PolicyInputs,
     beside: Beside,
     policy: Policy,
+    *,
     warm: Policy | None,
     folder: Path,
     place: Mapping[str, Any],
@@ -163,7 +164,7 @@ def beside_policy(
     if warm is not None:
         warm.sync_weights(policy)
         warm.release()
-    models: dict[str, Any] = {"follows": warm is not None or options.policy.reference_every is not None}
+    models: dict[str, Any] = {"follows": options.reference_follows}
     if options.needs_reference:
         models["reference"] = enter(Reference(model, **place))
         if warm is not None:
@@ -217,7 +218,7 @@ def draw(
         if config.sampling_rounds == 1:
             return groups
         rounds.append(groups.with_signal(objective))
-        kept = sum(len(part.rewards) for part in rounds)
-        if kept >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
+        total = sum(len(part.rewards) for part in rounds)
+        if total >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
             several = Groups.joined(rounds)
-            return several.select(range(min(kept, config.prompts_per_step))) if kept else groups
+            return several.select(range(min(total, config.prompts_per_step))) if total else groups

@@ -183,6 +183,11 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         return self.track_kl or reads_reference(self.objective_and_control()[0])
 
     @property
+    def reference_follows(self) -> bool:
+        """Whether the reference has other weights than the model that the run begins with: a checkpoint holds them."""
+        return self.sft.steps > 0 or self.policy.reference_every is not None
+
+    @property
     def policy_updates(self) -> int:
         """Updates of the policy: those of the first steps may be the critic's alone."""
         return (self.policy.steps - self.policy.critic_warmup) * self.policy.updates_per_step

@@ -70,7 +70,7 @@ def rows_of(folder: Path, name: str, count: int) -> list[dict[str, Any]]:
 
 
 def ours(arguments: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    """Steps of this library, as ``train_policy`` makes them."""
+    """Steps of this library, as ``run_policy`` makes them."""
     import rl_bridge
     from rl_bridge.data.token_batch import collate
     from rl_bridge.data.trajectory import SamplingParams

@@ -26,7 +26,7 @@ DICTATED = {
     "rl_bridge.integrations.trl:apply": "TRL calls its autograd function by position",
 }
 """Function with more positional parameters → the reason."""
-TWICE = {"placement", "policy"}
+TWICE = {"placement"}
 """Names of two files: rl_bridge.pipelines builds what a room of the same word computes."""
 SMALL = 60
 """Lines below which a file with one importer is asked why it is not a part of that importer."""

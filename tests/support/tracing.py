@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.loop.loop_run import Run
 from rl_bridge.modules.policy import PolicyModule
-from rl_train import policy as pipeline
+from rl_train import policy as recipe
 
 # The rewards of a group differ, and each is written down with what it was asked about.
 REWARD = """
@@ -61,8 +62,8 @@ def same(a, b):
 
 def trace_calls(monkeypatch):
     """The trace that the next run in this process writes."""
-    trace, generate, step = Trace(), InferenceEngine.generate, PolicyModule.train_step
-    train_sft, train_policy = pipeline.train_sft, pipeline.train_policy
+    trace, generate, train_step = Trace(), InferenceEngine.generate, PolicyModule.train_step
+    beside_policy, steps, made = recipe.beside_policy, Run.steps, []
 
     def generating(engine, prompts, sampling):
         completions = generate(engine, prompts, sampling)
@@ -72,19 +73,24 @@ def trace_calls(monkeypatch):
 
     def training(module, batch, denominator, *rest):
         trace.trained.append((batch, denominator))
-        return step(module, batch, denominator, *rest)
+        return train_step(module, batch, denominator, *rest)
 
-    def supervising(run, policy, *rest, **options):
-        trace.supervised = module_of(policy)
-        return train_sft(run, policy, *rest, **options)
+    def making(*parts, **of_run):
+        made.append(beside_policy(*parts, **of_run))
+        return made[-1]
 
-    def looping(run, engines, *rest, **options):
-        trace.policy, trace.reference = module_of(engines.policy), module_of(engines.reference)
-        trace.policy_at_start, trace.reference_at_start = weights(trace.policy.model), weights(trace.reference.model)
-        return train_policy(run, engines, *rest, **options)
+    def looping(run, total, state):
+        if not made:
+            trace.supervised = module_of(state[0].engine)
+        else:
+            models = made[-1]
+            trace.policy, trace.reference = module_of(models.policy.engine), module_of(models.reference.engine)
+            trace.policy_at_start = weights(trace.policy.model)
+            trace.reference_at_start = weights(trace.reference.model)
+        return steps(run, total, state)
 
     monkeypatch.setattr(InferenceEngine, "generate", generating)
     monkeypatch.setattr(PolicyModule, "train_step", training)
-    monkeypatch.setattr(pipeline, "train_sft", supervising)
-    monkeypatch.setattr(pipeline, "train_policy", looping)
+    monkeypatch.setattr(recipe, "beside_policy", making)
+    monkeypatch.setattr(Run, "steps", looping)
     return trace

@@ -26,7 +26,7 @@ class Mismatch:
     the trainer's own weights and arithmetic has ratio 1; a quantised or a stale one has not.
     """
 
-    def __init__(self, objective: Objective, *, least_share: float, option: str = "least_share") -> None:
+    def __init__(self, objective: Objective, *, least_share: float, option: str = "least_effective_share") -> None:
         """``least_share``: of the tokens as an effective sample, below which the alarm is 1; ``option`` is its name."""
         self._least_share, self._option, self._alarmed = least_share, option, False
         self._metrics = from_jax(mismatch_metrics)

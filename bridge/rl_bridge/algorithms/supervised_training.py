@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: an update, and the loop of a warm start."""
+"""Supervised fine-tuning: an update, and the loss of held-out rows. It stands alone, an algorithm like the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

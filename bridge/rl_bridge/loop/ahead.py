@@ -15,6 +15,7 @@ from rl_bridge.loop.data import Rows, name_unread
 from rl_bridge.loop.groups import Groups, loaded_rewards
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.trained import Policy
+from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, talking
 from rl_bridge.rewards import Rewards
 from rl_bridge.rewards.rewards import OnNone
@@ -79,12 +80,7 @@ class Ahead:
     ) -> None:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
-        rollout.require_no_limits()
-        if rollout.turns is not None:
-            raise ValueError(
-                "rollouts that run ahead of training draw beside them: this rollout takes turns with others, and its "
-                "weights would leave the device"
-            )
+        rollout.require_lasting()
         policy.watch(rollout)
         self._rollout = rollout
         rollout.ahead = self
@@ -148,6 +144,7 @@ class Ahead:
         self._sampler.begin_step(self._engines)
         step = self._sampler.next_step
         sampled = self._sampler.sample(step)
+        phase_ended()
         # Random numbers of the step's loss are those of the plain loop's, too.
         sampling = replace(self._sampling, seed=self._sampler.seed_of(step))
         return Groups(trajectories=sampled.trajectories, sampled=sampled, sampling=sampling, **self._of_groups)

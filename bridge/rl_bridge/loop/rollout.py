@@ -14,6 +14,7 @@ from rl_bridge.environments.functions import FunctionTools, Parse, function_tool
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model, any_row, draw, in_hand
 from rl_bridge.loop.groups import Groups
+from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -135,14 +136,19 @@ class Rollout:
                 tell("row key `tools` is not read: the policy is shown the functions of converse(tools=…)")
         return self._tools[key]
 
-    def require_no_limits(self) -> None:
-        """Refuse limits of one call: rollouts that run ahead of training have no call of a step.
+    def require_lasting(self) -> None:
+        """Refuse limits of one call, and turns: rollouts that run ahead draw beside training, in no call of a step.
 
         Raises:
-            ValueError: with the limits.
+            ValueError: with the limits, or with what the turns would do.
         """
         if self._budget:
             raise ValueError(f"rollouts that run ahead of training have no limits of a step, got {self._budget}")
+        if self.turns is not None:
+            raise ValueError(
+                "rollouts that run ahead of training draw beside them: this rollout takes turns with others, and its "
+                "weights would leave the device"
+            )
 
     def release(self) -> None:
         """Give the model's memory back."""
@@ -152,5 +158,6 @@ class Rollout:
         self, drawn: Sequence[Trajectory], rows: Sequence[Mapping[str, Any]], sampling: SamplingParams
     ) -> Groups:
         trajectories = with_rows(drawn, rows)
+        phase_ended()  # cycles hold the cache of keys and values
         of_rollout: dict[str, Any] = {"pad_token": self.model.pad_token, "exact": self.exact, "drawn": draw()}
         return Groups(trajectories=trajectories, sampling=sampling, weights_of=self.weights_of, **of_rollout)

@@ -35,6 +35,7 @@ from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups, require_scored
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
+from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import ComparisonLoss
@@ -184,6 +185,7 @@ class Policy(Scored):
             require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())
             self._require_same_scoring(batch)
         self._require_own_draw(batch.groups, stale)
+        phase_ended()
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
         metrics = dict(batch.metrics) | self._of_syncs() | self._coefficients.metrics()

@@ -249,7 +249,8 @@ class PolicyStep:
 
         if self._snapshots:
             return
-        for engine in (self.policy, self.reference, self.critic):
+        reference = self.reference if self.pipeline.reference_follows else None
+        for engine in (self.policy, reference, self.critic):
             if engine is not None:
                 self._snapshots += snapshot_tensors(self.live, self.module(engine))
 

@@ -13,6 +13,7 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.provenance import write_provenance
 from rl_tools.cli import main
+from rl_train import policy as recipe
 from tests.support.trajectories import trajectory
 
 SMALL = {
@@ -78,7 +79,7 @@ def test_an_engine_that_is_too_short_is_refused_before_the_warm_start(arguments,
     """An engine of its own may hold fewer tokens than the model has positions."""
     monkeypatch.setattr(InProcessRollout, "ends", returns("same")(lambda worker: (frozenset(worker._stop), 20)))
     options = SMALL | {"--sft.steps": warm, "--max-trajectory-tokens": 21, "--environment": f"{game}:Game"}
-    monkeypatch.setattr(PolicyStages, "warm_start", lambda stages: pytest.fail("it comes too late"))
+    monkeypatch.setattr(recipe, "Policy", lambda *_, **__: pytest.fail("it comes too late"))
     assert main(arguments("short", **options)) == 1
     assert "conversations of 21 tokens (max_tokens, --max-trajectory-tokens) are longer" in capsys.readouterr().err
 

@@ -10,13 +10,14 @@ from safetensors.torch import load_file
 
 import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.algorithms.policy_training import Updates
+from rl_bridge.loop.data import Model
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ControlOptions, objective_options
-from rl_train.policy import prepare, train_and_evaluate
+from rl_train.policy import Models, run_policy
+from rl_train.policy_inputs import PolicyInputs
 from rl_train.policy_options import CriticOptions, PolicyPipeline
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
@@ -63,11 +64,8 @@ def pipeline_of(recipe, folder, teacher, **options):
 
 
 def run(pipeline, start, tokenizer, rewards=even):
-    executor = pipeline.start()
-    objective = prepare(pipeline, executor)
-    source = StateSource(start[0])
-    inputs = {"train_rows": ROWS[:6], "held_out": ROWS[6:], "reward": rewards, "objective": objective}
-    train_and_evaluate(pipeline, executor, source, tokenizer, **inputs)
+    model = Model(StateSource(start[0]), tokenizer)
+    run_policy(pipeline, inputs=PolicyInputs.of(pipeline, model, ROWS[:6], ROWS[6:], rewards))
     folder = pipeline.output / pipeline.name
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 
@@ -106,14 +104,15 @@ def test_critic_controllers_and_archive_go_on_from_a_checkpoint(recipe, start, t
     coefficients = [value for record in whole for name, value in record.items() if name in ("kl_coef", "entropy_coef")]
     assert len(set(coefficients)) > 2
     with monkeypatch.context() as patch:
-        make = Updates.make
+        update, steps = Models.update, []
 
-        def dying(self, step, *rest):
-            if step == 2:
+        def dying(models, batch, config, **options):
+            if len(steps) == 2:
                 raise RuntimeError("power cut")
-            return make(self, step, *rest)
+            steps.append(batch)
+            return update(models, batch, config, **options)
 
-        patch.setattr(Updates, "make", dying)
+        patch.setattr(Models, "update", dying)
         with pytest.raises(RuntimeError, match="power cut"):
             made(tmp_path / "killed")
     again, resumed = made(tmp_path / "killed", resume=True)

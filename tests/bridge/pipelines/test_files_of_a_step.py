@@ -2,12 +2,14 @@
 
 import sys
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import rl_bridge
 from rl_bridge.common.splitmix64 import signed
-from rl_train import policy
+from rl_bridge.loop.loop_run import Run
+from rl_train.policy import run_policy
 from rl_train.policy_configs import quickstart
 
 LIBRARY = Path(rl_bridge.__file__).parent
@@ -15,9 +17,10 @@ FILES = 70
 """Files that a step may enter. This number only shrinks."""
 
 
-def files_entered(step):
-    """Files of the library whose functions are called by ``step``, in its thread and those that it starts."""
-    entered = set()
+@contextmanager
+def entering():
+    """Files of the library whose functions are called in the block, in its thread and those that it starts."""
+    entered, files = set(), set()
 
     # A tracer that returns None is called once a function; a profiler for what is built in, too, which takes longer.
     def see(frame, event, argument):
@@ -27,26 +30,31 @@ def files_entered(step):
     threading.settrace(see)
     sys.settrace(see)
     try:
-        step()
+        yield files
     finally:
         sys.settrace(before)
         threading.settrace(before)
     # Threads that go on see their own calls still: a copy is taken at once.
     paths = map(Path, entered.copy())
-    return {path.relative_to(LIBRARY).as_posix() for path in paths if path.is_relative_to(LIBRARY)}
+    files |= {path.relative_to(LIBRARY).as_posix() for path in paths if path.is_relative_to(LIBRARY)}
 
 
 def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
-    entered, train = set(), policy.train_policy
+    entered, steps = set(), Run.steps
 
-    def counted(*arguments, **options):
-        entered.update(files_entered(lambda: train(*arguments, **options)))
+    def counted(run, total, state):
+        if state[0].kind != "policy":
+            yield from steps(run, total, state)
+            return
+        with entering() as files:
+            yield from steps(run, total, state)
+        entered.update(files)
 
-    monkeypatch.setattr(policy, "train_policy", counted)
+    monkeypatch.setattr(Run, "steps", counted)
     start = quickstart()
     sizes = replace(start.policy, steps=1, prompts_per_step=4, evaluate_every=1)
     warm = replace(start.sft, steps=1, rows_per_step=4)
-    policy.run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
+    run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
     assert {"algorithms/policy_training.py", "functional/runtime.py", "rollout/decoder.py"} <= entered
     assert len(entered) <= FILES, sorted(entered)
 
@@ -57,4 +65,6 @@ def test_files_of_other_threads_count():
         thread.start()
         thread.join()
 
-    assert "common/splitmix64.py" in files_entered(call_elsewhere)
+    with entering() as files:
+        call_elsewhere()
+    assert "common/splitmix64.py" in files

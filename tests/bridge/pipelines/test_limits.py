@@ -32,7 +32,7 @@ def test_usr_6_completions_that_are_cut_are_a_metric_and_a_warning(tmp_path, arg
     drawn = sum(record["truncated"] * 16 for record in metrics(run))
     assert len(shares) == 2 and all(0.5 <= share <= 1 for share in shares) and drawn == int(drawn)
     said = capsys.readouterr().out
-    assert said.count("of the completions were cut at --policy.sampling.max-new-tokens 1") == 1
+    assert said.count("of the completions were cut at max_new_tokens=1") == 1
 
 
 def test_limits_of_a_step_go_with_no_rollouts_ahead(arguments, capsys):

@@ -2,17 +2,20 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.rows import policy_row
+from rl_bridge.loop.data import Model
+from rl_bridge.loop.trained import Policy
 from rl_bridge.models.row_checks import imitated_rows
 from rl_bridge.models.small import TinySource
-from rl_train import policy as pipelines
-from rl_train.policy import PolicyStages, run_policy
+from rl_bridge.rewards import exact_match
+from rl_train import policy_inputs
+from rl_train.policy import run_policy
 from rl_train.policy_configs import quickstart
+from rl_train.policy_inputs import PolicyInputs, inputs_of
 from rl_train.policy_options import WarmStart
 from tests.support.chat_templates import bytes_tokenizer
 
@@ -50,8 +53,7 @@ def test_a_row_with_two_responses_that_differ_is_refused_or_named(case, steps, t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in (PLAIN, row)))
     source = TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2)
-    monkeypatch.setattr(pipelines, "load_model", lambda *_: (source, tokenizer))
-    monkeypatch.setattr(pipelines, "train_and_evaluate", lambda *_, **parts: parts)
+    monkeypatch.setattr(policy_inputs, "load_model", lambda *_: (source, tokenizer))
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "2+2=", "answer": "4"}))
     warm = WarmStart(steps=steps, rows_per_step=1)
     data = {"data": "rows.jsonl", "eval_data": "held.jsonl", "model": "there"}
@@ -59,9 +61,9 @@ def test_a_row_with_two_responses_that_differ_is_refused_or_named(case, steps, t
     remarks()
     if refused and steps:
         with pytest.raises(ValueError, match=f"rows.jsonl, row 2: {refused}"):
-            run_policy(pipeline)
+            inputs_of(pipeline)
         return
-    run_policy(pipeline)
+    inputs_of(pipeline)
     named = [line for line in remarks() if "imitates" in line]
     assert named == ([BESIDE.format(*beside, "rows.jsonl")] if beside and steps else [])
 
@@ -75,19 +77,19 @@ def test_the_field_that_is_imitated_is_named(other):
     assert remarks() == [BESIDE.format("messages", other, "rows")]
 
 
-def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tokenizer):
-    seen = []
-    monkeypatch.setattr(pipelines, "train_sft", lambda run, engine, stream, encode, *_, **__: seen.append(encode))
-    engine = SimpleNamespace(sync_weights=lambda rollout: None)
-    stages = SimpleNamespace(
-        pipeline=SimpleNamespace(sft=WarmStart(steps=1), scoring=lambda temperature: None),
-        engines=SimpleNamespace(supervised=lambda *_, **__: engine),
-        **dict.fromkeys(("run", "stream", "rollout", "_pad_token")),
-        tokenizer=tokenizer,
-    )
-    PolicyStages.warm_start(stages)
+def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tmp_path, tokenizer):
+    update, batches = Policy.update, []
+
+    def ending(policy, rows):
+        batches.append(update(policy, rows).batch)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Policy, "update", ending)
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]
     said = [SAYS | {"content": "wrong", "weight": 0}, ASK, SAYS | {"content": parts}]
-    trajectory = seen[0](policy_row({"prompt": [ASK], "response": said, "answer": "2"}))
-    learned = [token for token, counts in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if counts]
-    assert tokenizer.decode(learned) == "It is 2<|im_end|>"
+    row = policy_row({"prompt": [ASK], "response": said, "answer": "2"})
+    pipeline = replace(quickstart(), output=tmp_path, sft=WarmStart(steps=1, rows_per_step=1))
+    model = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        run_policy(pipeline, inputs=PolicyInputs.of(pipeline, model, [row] * 64, [row], exact_match))
+    assert tokenizer.decode(batches[0].tokens[batches[0].mask]) == "It is 2<|im_end|>"
