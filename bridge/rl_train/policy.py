@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,4 +220,6 @@ def draw(
         kept = sum(len(part.rewards) for part in rounds)
         if kept >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
             several = Groups.joined(rounds)
-            return several.select(range(min(kept, config.prompts_per_step))) if kept else groups
+            if kept:
+                return several.select(range(min(kept, config.prompts_per_step)))
+            return replace(groups, sampled=replace(groups.scored, sampled_groups=several.scored.sampled_groups))

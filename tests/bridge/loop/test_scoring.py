@@ -73,6 +73,15 @@ def test_another_temperature_is_refused(model, batch):
         policy.update(batch)
 
 
+@pytest.mark.parametrize("scoring", [{"temperature": 0.7}, {"softcap": 3.0}, {"dtype": "bfloat16"}], ids=str)
+def test_a_reference_that_scores_otherwise_is_refused(model, batch, scoring):
+    policy, other = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**scoring))
+    with policy, other, Reference(model) as reference:
+        with pytest.raises(ValueError, match="the KL of a model to its own copy would not be 0"):
+            policy.update(other.score(batch))
+        policy.update(reference.score(batch))
+
+
 def test_a_teacher_has_the_policy_s_temperature_and_vocabulary(model, batch):
     policy, teacher = Policy(model, GRPO, AdamW(1e-3)), Teacher(model, model, scoring=ScoringConfig(temperature=0.5))
     with pytest.raises(ValueError, match=r"the teacher with .*temperature=0\.5"):

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import require_same_scoring
-from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -117,20 +115,6 @@ def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
             other.move("optimizer", torch.device(device))
     with pytest.raises(ValueError, match="the weights here are incomplete: they were freed"):
         other.token_logprobs(batch)
-
-
-def test_a_reference_or_a_policy_scored_otherwise_is_refused(policy):
-    class Engine:
-        def __init__(self, **options):
-            self.scoring_config = lambda: ScoringConfig(**options)
-
-    sampling = SamplingParams(max_new_tokens=1, n=2, temperature=0.7)
-    require_same_scoring(Engine(temperature=0.7), Engine(temperature=0.7), sampling)
-    with pytest.raises(ValueError, match=r"sampled at temperature 0\.7, the policy is scored at 1\.0"):
-        require_same_scoring(Engine(), None, sampling)
-    for options in ({}, {"temperature": 0.7, "softcap": 3.0}, {"temperature": 0.7, "dtype": "bfloat16"}):
-        with pytest.raises(ValueError, match="the KL of a model to its own copy would not be 0"):
-            require_same_scoring(Engine(temperature=0.7), Engine(**options), sampling)
 
 
 @pytest.mark.parametrize(
