@@ -216,7 +216,7 @@ def test_memory_does_not_grow_over_the_steps_of_a_training(model: Model, tmp_pat
         seen.extend(dropped() for _ in rows)
         return collate([single_turn(row[:2], row[2:]) for row in rows], 0)
 
-    rows = Rows([[2, 3, 4, 5], [6, 7, 8, 1]], collate=encoded)
+    rows = Rows([[2, 3, 4, 5], [6, 7, 8, 1]], collate=encoded, fingerprint="of tokens")
     with Policy(model, NLL(), AdamW(1e-2, total=30)) as policy, Run("run", [policy, rows], output=tmp_path) as run:
         for _ in run.steps(30):
             alive.append(sum(one() is not None for one in seen))
@@ -243,8 +243,8 @@ def test_every_stage_of_a_recipe_is_in_charge_of_the_collector(model: Model, tmp
     run_policy(options, [Steps()], PolicyInputs.of(options, model, rows, rows, lambda completion, row: 1.0))
     assert enabled == {"sft": [False] * 2, "policy": [False] * 2} and gc.isenabled()
 
-    taken = Rows(rows)
-    with pytest.raises(KeyError, match="no"), Run("failed", [taken], output=tmp_path) as run:
+    state = Rows(rows)
+    with pytest.raises(KeyError, match="no"), Run("failed", [state], output=tmp_path) as run:
         for _ in run.steps(2):
             assert not gc.isenabled()
             raise KeyError("no")
