@@ -217,9 +217,9 @@ def draw(
         if config.sampling_rounds == 1:
             return groups
         rounds.append(groups.with_signal(objective))
-        kept = sum(len(part.rewards) for part in rounds)
-        if kept >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
+        count_left = sum(len(part.rewards) for part in rounds)
+        if count_left >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
             several = Groups.joined(rounds)
-            if kept:
-                return several.select(range(min(kept, config.prompts_per_step)))
+            if count_left:
+                return several.select(range(min(count_left, config.prompts_per_step)))
             return replace(groups, sampled=replace(groups.scored, sampled_groups=several.scored.sampled_groups))
