@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,9 @@ def draw(
         if config.sampling_rounds == 1:
             return groups
         rounds.append(groups.with_signal(objective))
-        total = sum(len(part.rewards) for part in rounds)
-        if total >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
+        count_left = sum(len(part.rewards) for part in rounds)
+        if count_left >= config.prompts_per_step or len(rounds) == config.sampling_rounds:
             several = Groups.joined(rounds)
-            return several.select(range(min(total, config.prompts_per_step))) if total else groups
+            if count_left:
+                return several.select(range(min(count_left, config.prompts_per_step)))
+            return replace(groups, sampled=replace(groups.scored, sampled_groups=several.scored.sampled_groups))

@@ -26,9 +26,9 @@ class Mismatch:
     the trainer's own weights and arithmetic has ratio 1; a quantised or a stale one has not.
     """
 
-    def __init__(self, objective: Objective, *, least_share: float, option: str = "least_effective_share") -> None:
-        """``least_share``: of the tokens as an effective sample, below which the alarm is 1; ``option`` is its name."""
-        self._least_share, self._option, self._alarmed = least_share, option, False
+    def __init__(self, objective: Objective, *, least_share: float) -> None:
+        """``least_share``: of the tokens as an effective sample, below which the alarm is 1."""
+        self._least_share, self._alarmed = least_share, False
         self._metrics = from_jax(mismatch_metrics)
         self._sample = from_jax(effective_sample_size)
         correction: Any = objective.correction
@@ -74,7 +74,7 @@ class Mismatch:
         shares = ", ".join(f"{metrics[name]:.2f} ({name})" for name in _SHARES if name in metrics)
         return (
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
-            f"{self._option} is {self._least_share:g}; what follows is in the metric {ALARM}"
+            f"least_effective_share is {self._least_share:g}; what follows is in the metric {ALARM}"
         )
 
 

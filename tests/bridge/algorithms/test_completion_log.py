@@ -2,8 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -13,8 +11,7 @@ import rl_fn
 from rl_bridge.algorithms import completion_log
 from rl_bridge.algorithms.completion_log import CompletionLog, due
 from rl_bridge.algorithms.completions import Sampled
-from rl_bridge.algorithms.policy_setup import PolicyEngines
-from rl_bridge.algorithms.policy_training import Updates
+from rl_bridge.algorithms.policy_training import watched_rows
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import Engine, Mesh, NeedParallel
@@ -95,15 +92,14 @@ class Part:
 
 
 def test_numbers_of_rows_that_lie_with_several_workers_come_together(tokenizer):
-    """Each worker tells of its own rows; the update's ``watched`` has all of them, with the numbers of one worker."""
+    """Each worker tells of its own rows; ``watched_rows`` has all of them, with the numbers of one worker."""
     batch, marks = make_batch(), torch.tensor([3, -1, 0, 2, -1, 1])
 
     def watched_by(workers):
         policy = Engine(lambda: Part(module_of(tokenizer, "dapo", 25, False)), executor=ManyHosts(workers))
         policy.build(mesh=Mesh(replicate=workers))
         policy.train_step(NeedParallel(batch), 9.0, {}, NeedParallel(marks))
-        engines = cast(PolicyEngines, SimpleNamespace(policy=policy))
-        return Updates.watched(cast(Updates, SimpleNamespace(_engines=engines)))
+        return watched_rows(policy)  # type: ignore[arg-type]
 
     one, several = watched_by(1), watched_by(3)
     assert sorted(one) == sorted(several) == [0, 1, 2, 3]

@@ -1,41 +1,28 @@
 """What a number of a step is divided by, and which rows and tokens it is of: the same for every way to lay rows out."""
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.advantages import Inputs
-from rl_bridge.algorithms.completions import Sampled, Sampler
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
-from rl_bridge.algorithms.supervised_training import train_sft
-from rl_bridge.data.rows import RowStream
+from rl_bridge import NLL, AdamW, Groups, Model, Policy, SamplingParams
+from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.completions import Sampled
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Trajectory, single_turn
-from rl_bridge.engines import TrainEngine
 from rl_bridge.models.model_source import StateSource
-from rl_bridge.modules.supervised import SupervisedModule
-from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.rewards import load
-from rl_train.policy_options import WarmStart
 
 # Prompts and completions of different lengths, also where the prompt is longer than all completions together.
 ROWS = [single_turn([2, 3, 4, 5, 6, 7, 8, 9], [4, 1]), single_turn([6], [7, 8, 9, 2, 3, 1]), single_turn([5, 5], [1])]
-FAST = OptimizerConfig(learning_rate=0.1, warmup=0)
 
 
-def test_a_supervised_gradient_is_of_the_mean_over_the_completions_tokens(new_model):
+def test_a_supervised_gradient_is_of_the_mean_over_the_completions_tokens(new_model, tokenizer):
     """SURV-2, MUS L8: neither prompts nor padding nor rows are counted; Adam and the clip would hide the scale."""
     model = new_model()
-    module = lambda: SupervisedModule(StateSource(model), FAST, updates=1)  # noqa: E731
-    engine = TrainEngine(module, name="divisor").build()
-    logged = []
-    run: Any = SimpleNamespace(steps=lambda *_, **__: range(1), log=lambda step, metrics, **_: logged.append(metrics))
-    config = WarmStart(steps=1, rows_per_step=3)
-    train_sft(run, engine, RowStream(ROWS, 0), lambda row: row, config, pad_token_id=0)
+    with Policy(Model(StateSource(model), tokenizer), NLL(), AdamW(0.1, warmup=0), rehearsed=True) as policy:
+        metrics = policy.update(collate(ROWS, 0))
 
     total, tokens = torch.zeros(()), 0
     for row in ROWS:
@@ -44,8 +31,8 @@ def test_a_supervised_gradient_is_of_the_mean_over_the_completions_tokens(new_mo
         total, tokens = total + model(input_ids=ids, labels=labels).loss * drawn, tokens + drawn
     (total / tokens).backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-    assert logged[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    assert logged[0]["nll"] == pytest.approx(float(total.detach()) / tokens, rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["nll"] == pytest.approx(float(total.detach()) / tokens, rel=1e-5)
 
 
 def conversation(turns: int, given: int, **fields: Any) -> Trajectory:
@@ -62,22 +49,18 @@ def conversation(turns: int, given: int, **fields: Any) -> Trajectory:
     )
 
 
-def config(**changes: Any) -> PolicyConfig:
-    counts = {"steps": 1, "prompts_per_step": 2, "responses_per_prompt": 3}
-    return PolicyConfig(**counts, sampling=SamplingOptions(max_new_tokens=8), **changes)
+def sampled(trajectories, **options) -> Sampled:
+    """Two groups of three with rewards by their lengths, as those of a rollout whose greedy completion is the first."""
+    drawn = [dataclasses.replace(t, group=i // 3) for i, t in enumerate(trajectories)]
+    sampling = SamplingParams(n=3, max_new_tokens=8)
+    groups = Groups(trajectories=drawn, sampling=sampling, pad_token=0)
+    once = dataclasses.replace(sampling, n=1, temperature=0.0)
+    greedy = Groups(trajectories=drawn[::3], sampling=once, pad_token=0)
+    return groups.score(lengths, greedy=greedy, **options).scored
 
 
-def sampled(objective, trajectories, options) -> Sampled:
-    """The step's completions, by a rollout that answers each prompt with its n trajectories, greedily the first."""
-
-    def complete(rows, sampling):
-        n = options.responses_per_prompt
-        groups = [trajectories[i * n : (i + 1) * n][: sampling.n] for i in range(len(rows))]
-        return [dataclasses.replace(t, group=i) for i, group in enumerate(groups) for t in group]
-
-    rows = [{"prompt": "a"}, {"prompt": "b"}]
-    rewards = load(lambda trajectories: [float(len(t.tokens)) for t in trajectories])
-    return Sampler(complete, rewards, RowStream(rows, 0), objective, options, 0).sample(0)
+def lengths(trajectories: list[Trajectory]) -> list[float]:
+    return [float(len(t.tokens)) for t in trajectories]
 
 
 @pytest.mark.parametrize("recipe", ["gigpo", "grpo", "rloo", "dapo", "reinforce_pp"])
@@ -86,12 +69,11 @@ def test_every_row_whose_advantage_is_not_0_is_computed(recipe):
     objective = getattr(rl_fn.recipes, recipe)().replace(kl=None, reward_kl=None)
     trajectories = [conversation(turns, 1, turn_rewards=(0.5,) * turns) for turns in (1, 3, 2, 2, 1, 3)]
     rewards = torch.tensor([[1.0, 2.0, 4.0], [3.0, 3.0, 3.5]])
-    engines: Any = PolicyEngines(policy=None, rollout=None)  # type: ignore[arg-type]
     whole = Sampled(
         trajectories=trajectories, names=("one",), matrix=rewards[:, None], earned=rewards, rewards=rewards,
         greedy_rewards=None, applies=torch.ones(2, 1, rewards.shape[1], dtype=torch.bool), sampled_groups=2,
     )  # fmt: skip
-    batch, computed, counted = Inputs(engines, objective, config(), 5).advantages(collate(trajectories, 0), whole, {})
+    batch, computed, counted = Advantages(objective).advantages(collate(trajectories, 0), whole, {})
     signal = (batch.advantages != 0) & batch.mask
     assert torch.equal(computed, computed | signal.any(1)) and signal.any(1).sum() >= 5
     assert torch.equal(counted, batch.mask)
@@ -101,7 +83,7 @@ def test_every_row_whose_advantage_is_not_0_is_computed(recipe):
 def test_a_completion_that_is_the_greedy_one_has_remax_s_advantage_0(options):
     """SURV-4: the baseline is what the same completion earns, the penalty of long ones with it."""
     rows = [single_turn([3], [4] * length) for length in (2, 6, 8, 8, 3, 1)]
-    found = sampled(rl_fn.recipes.remax(), rows, config(**options))
+    found = sampled(rows, **options)
     torch.testing.assert_close(found.greedy_rewards, found.rewards[:, 0])
     assert len(set(found.rewards.flatten().tolist())) > 2
 
@@ -109,9 +91,9 @@ def test_a_completion_that_is_the_greedy_one_has_remax_s_advantage_0(options):
 @pytest.mark.parametrize("given", [2, 8])
 def test_what_a_tool_says_is_nobody_s_length(given):
     """MUS L12: lengths, penalties and divisors are of drawn tokens, however long a tool's answer is."""
-    options, short = config(overlong_buffer=6), [conversation(turns, 1) for turns in (1, 2, 3, 2, 1, 3)]
+    options, short = {"overlong_buffer": 6}, [conversation(turns, 1) for turns in (1, 2, 3, 2, 1, 3)]
     long = [conversation(t.turns, given) for t in short]
-    before, after = (sampled(rl_fn.recipes.grpo(), t, options) for t in (short, long))
+    before, after = (sampled(t, **options) for t in (short, long))
     assert before.metrics()["tokens"] == after.metrics()["tokens"] == pytest.approx(28 / 6)
     penalties = [x.rewards - x.earned for x in (before, after)]
     torch.testing.assert_close(*penalties, rtol=0, atol=1e-5)

@@ -78,7 +78,7 @@ CONFIG = PolicyConfig(
 )
 
 
-def test_an_evaluation_leaves_failures_out_and_counts_them():
+def test_an_evaluation_leaves_failures_out_and_counts_them(tmp_path):
     reward = load(REWARDS["two"])
     data = rows(6)
     found = evaluate(completed(REASONS), data, reward, OPTIONS)
@@ -91,7 +91,7 @@ def test_an_evaluation_leaves_failures_out_and_counts_them():
         "prompt": "", "completion": "", "answer": "1", "a": None, "b": None, "failed": "error"
     }  # fmt: skip
     assert gain(found, evaluate(completed({}), data, reward, OPTIONS))["mean"] == 0.0
-    evaluator = Evaluator(completed(REASONS), reward, data, CONFIG, None)
+    evaluator = Evaluator(completed(REASONS), reward, data, CONFIG, tmp_path)
     metrics = evaluator.metrics(0)
     assert metrics["held_out"] == rest["reward"] and metrics["pass@1"] == pytest.approx(3 / 4)
     assert metrics["held_out_errors"] == metrics["held_out_aborted"] == pytest.approx(1 / 6)

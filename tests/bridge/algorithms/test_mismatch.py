@@ -60,7 +60,8 @@ def test_the_alarm_is_told_once_and_recorded_always():
     assert (calm[ALARM], loud[ALARM]) == (0.0, 1.0)
     assert mismatch.warning(calm) is None
     share = loud["mismatch/effective_sample_share"]
-    assert f"{share:.2f} (mismatch/effective_sample_share)" in str(mismatch.warning(loud))
+    warning = str(mismatch.warning(loud))
+    assert f"{share:.2f} (mismatch/effective_sample_share)" in warning and "least_effective_share is 0.9" in warning
     assert mismatch.warning(loud) is None
     assert mismatch.metrics([]) == {}
 

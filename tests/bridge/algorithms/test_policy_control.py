@@ -7,14 +7,15 @@ import math
 import pytest
 
 import rl_fn
-from rl_bridge.algorithms.completions import Sampler, overlong, without_signal
+from rl_bridge.algorithms.completions import overlong, without_signal
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, pass_rates
 from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, SamplingOptions, constraint
-from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.loop.trained import controlled_terms
 from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options
 from rl_bridge.rewards import load
 from rl_fn import components
+from tests.bridge.algorithms.fake_engines import drawn
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
 COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
@@ -34,46 +35,50 @@ class Asked:
             for s in range(sampling.n)
         ]
 
+    def generate(self, prompts, sampling):
+        return self(prompts, sampling)
+
 
 def test_refilling_samples_until_enough_groups_have_a_signal():
     def mixed(completion, row):
         return float(completion == "1" and int(row["answer"]) % 4 == 2)
 
-    def sampler(reward, rounds, asked):
+    def sampled_by(reward, rounds, asked):
         sampling = SamplingOptions(max_new_tokens=4)
         config = PolicyConfig(**COUNTS, sampling=sampling, sampling_rounds=rounds)
-        return Sampler(asked, load(reward), RowStream(ROWS, 0), rl_fn.recipes.dapo(), config, 5)
+        return drawn(asked, reward, config, ROWS, step=1).scored
 
     asked = Asked()
-    sampled = sampler(mixed, 4, asked).sample(1)
-    assert len(asked.calls) == 2 and len({seed for _, seed in asked.calls}) == 2
+    sampled = sampled_by(mixed, 4, asked)
+    # The seeds of further rounds are those of no step.
+    assert asked.calls == [(3, 5 * 1_000_003 + 1), (3, 5 * 1_000_003 + 1 + (1 << 48))]
     assert sampled.sampled_groups == 6 and sampled.rewards.shape == (3, 4)
     assert sampled.rewards.sum(1).tolist() == [1.0, 1.0, 1.0]
     assert [t.group for t in sampled.trajectories] == [0] * 4 + [1] * 4 + [2] * 4
     assert all(int(t.row["answer"]) % 4 == 2 for t in sampled.trajectories)
     # One round is what it was; two groups too few are fewer groups.
-    assert sampler(mixed, 1, Asked()).sample(1).rewards.shape == (3, 4)
+    assert sampled_by(mixed, 1, Asked()).rewards.shape == (3, 4)
     asked = Asked()
-    none = sampler(lambda completion, row: 1.0, 3, asked).sample(1)
+    none = sampled_by(lambda completion, row: 1.0, 3, asked)
     assert len(asked.calls) == 3 and none.rewards.shape == (3, 4)
     assert without_signal(none) == "no update, 9 groups of 4 completions: every reward is 1"
-    unequal = sampler(lambda completion, row: float(row["answer"]), 1, Asked()).sample(1)
+    unequal = sampled_by(lambda completion, row: float(row["answer"]), 1, Asked())
     assert "the rewards of each group are equal (" in without_signal(unequal)
 
 
 def test_a_failure_is_no_signal():
     """A group whose rewards differ by that of a failed environment alone is left out, as an update would."""
 
-    def failing(rows, sampling):
-        made = Asked()(rows, sampling)
-        return [dataclasses.replace(t, finish_reason="error" if i % 4 == 0 else "stop") for i, t in enumerate(made)]
+    class Failing(Asked):
+        def generate(self, prompts, sampling):
+            made = self(prompts, sampling)
+            return [dataclasses.replace(t, finish_reason="error" if i % 4 == 0 else "stop") for i, t in enumerate(made)]
 
     def reward(completion, row):
         return float(completion == "0") if int(row["answer"]) % 4 else float(int(completion) % 2)
 
-    objective = rl_fn.recipes.dapo()
     config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), sampling_rounds=2)
-    sampled = Sampler(failing, load(reward), RowStream(ROWS, 0), objective, config, 7).sample(0)
+    sampled = drawn(Failing(), reward, config, ROWS).scored
     assert 0 < len(sampled.rewards) < 6
     assert all(int(t.row["answer"]) % 4 == 0 for t in sampled.trajectories)
 
@@ -81,8 +86,7 @@ def test_a_failure_is_no_signal():
 def test_long_completions_are_penalised():
     sampling = SamplingOptions(max_new_tokens=2)
     config = PolicyConfig(**COUNTS, sampling=sampling, overlong_buffer=2)
-    sampler = Sampler(Asked(), load(lambda c, row: 1.0), RowStream(ROWS, 0), rl_fn.recipes.grpo(), config, 5)
-    sampled = sampler.sample(0)
+    sampled = drawn(Asked(), lambda c, row: 1.0, config, ROWS, rl_fn.recipes.grpo()).scored
     assert sampled.names == ("reward", "overlong") and sampled.matrix.shape == (3, 2, 4)
     assert bool((sampled.earned == 1).all()) and bool((sampled.rewards == 0.5).all())
 
@@ -90,8 +94,8 @@ def test_long_completions_are_penalised():
 def conversation(*turns, between=3):
     """Turns of so many drawn tokens, with an environment's words between them."""
     mask = [False]
-    for place, drawn in enumerate(turns):
-        mask += [False] * (between if place else 0) + [True] * drawn
+    for place, length in enumerate(turns):
+        mask += [False] * (between if place else 0) + [True] * length
     return Trajectory(
         tokens=tuple(range(len(mask))),
         loss_mask=tuple(mask),
@@ -109,14 +113,14 @@ def test_a_conversation_is_penalised_for_the_turn_that_nears_its_limit(turns, pe
     assert found.tolist() == [[penalty, 0.0]]
 
 
-def test_the_seed_of_a_run_is_that_of_its_evaluations():
+def test_the_seed_of_a_run_is_that_of_its_evaluations(tmp_path):
     """MUSB-4: sampled evaluations and pass@k drew by seed 0 whatever --seed said."""
     rewards, calls = load(lambda completion, row: 1.0), []
     config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), pass_at=(1, 2))
     for seed in (0, 5):
         asked = Asked()
         evaluate_both(asked, ROWS, rewards, config, seed)
-        Evaluator(asked, rewards, ROWS, config, None, seed=seed).metrics(0)
+        Evaluator(asked, rewards, ROWS, config, tmp_path, seed=seed).metrics(0)
         calls.append([own for _, own in asked.calls])
     assert calls == [[0] * 4, [5] * 4]
 
@@ -169,16 +173,20 @@ def test_a_constraint_s_coefficient_is_its_multiplier_and_the_slope_of_the_penal
 
 
 def test_options_of_controllers():
+    def with_coefficients(*arguments):
+        objective, control = controlled(*arguments)
+        return objective, controlled_terms(objective, control)
+
     options = ControlOptions(kind="linear", target=0.1, horizon=100.0, clip=0.5)
-    objective, coefficients = controlled(rl_fn.recipes.grpo(), options, ControlOptions(), 10)
+    objective, coefficients = with_coefficients(rl_fn.recipes.grpo(), options, ControlOptions(), 10)
     assert objective == rl_fn.recipes.grpo() and coefficients.values() == {"kl": pytest.approx(0.04)}
     coefficients.update({"kl": 1.0})
     assert coefficients.values()["kl"] == pytest.approx(0.04 * (1 + 0.5 * 10 / 100))
     floor = ControlOptions(kind="constraint", target=1.0, lr=0.1)
-    objective, coefficients = controlled(rl_fn.recipes.dapo(), ControlOptions(), floor, 10)
+    objective, coefficients = with_coefficients(rl_fn.recipes.dapo(), ControlOptions(), floor, 10)
     assert objective.entropy == components.EntropyBonus(0.0) and coefficients.values() == {"entropy": 0.0}
     pid = ControlOptions(kind="pid", target=0.1)
-    objective, coefficients = controlled(rl_fn.recipes.dapo(), pid, ControlOptions(), 10)
+    objective, coefficients = with_coefficients(rl_fn.recipes.dapo(), pid, ControlOptions(), 10)
     assert objective.kl == components.KL("k3", 0.0) and coefficients.values() == {"kl": pytest.approx(0.2)}
 
 

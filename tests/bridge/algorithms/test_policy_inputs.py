@@ -1,36 +1,37 @@
 """What an objective is fed: each input is that of its definition, and of the weights before the update."""
 
 import dataclasses
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.advantages import Inputs, steps_of
-from rl_bridge.algorithms.completions import Sampled, Sampler, completions, rewarded
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
-from rl_bridge.algorithms.policy_training import Updates
+from rl_bridge import AdamW, Critic, Model, Policy, Reference, Rollout, Teacher
+from rl_bridge.algorithms.advantages import Advantages, steps_of
+from rl_bridge.algorithms.completions import Sampled, rewarded
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
-from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
+from rl_bridge.engines import NeedParallel
 from rl_bridge.functional import from_jax, trace
+from rl_bridge.loop import values
 from rl_bridge.models.model_source import StateSource, ValueSource
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.modules.policy import PolicyModule
-from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.modules.value import ValueModule
+from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import load
-from rl_bridge.rollout import InProcessRollout
 from rl_fn import components
+from rl_train.policy import Models, draw
+from rl_train.policy_inputs import PolicyInputs
+from rl_train.policy_options import PolicyPipeline
 from tests.support.tracing import module_of
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
 SCORING = ScoringConfig(temperature=0.7)
-FAST = OptimizerConfig(learning_rate=0.05, warmup=0)
+FAST = AdamW(0.05, warmup=0, total=8)
 COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
 
 
@@ -38,35 +39,30 @@ def digits(trajectories):
     return [sum(c in "02468" for c in t.completion) - 0.3 * len(t.completion) for t in trajectories]
 
 
-@pytest.fixture(scope="module")
-def world(tokenizer):
-    """Engines of one model and of a teacher and a reference with weights of their own, and a config."""
+@pytest.fixture
+def world(tokenizer, monkeypatch):
+    """The recipe's objects over one model, and a teacher and a reference with weights of their own."""
     model, other = (tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2, seed=seed) for seed in (1, 2))
-    policy_source = StateSource(model)
+    source, beside = Model(StateSource(model), tokenizer), Model(StateSource(other), tokenizer)
+    # A head of zeros has no values to tell apart.
+    monkeypatch.setattr(values, "ValueSource", partial(ValueSource, seed=3))
     config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.7))
+    with ExitStack() as opened:
 
-    def build(objective, **changes):
-        def train(name, module, source, *args, **options):
-            return TrainEngine(lambda: module(source, *args, **options), name=f"{objective.name}-{name}").build()
+        def build(objective, **changes):
+            rollout = opened.enter_context(Rollout(source))
+            policy = opened.enter_context(Policy(source, objective, FAST, scoring=SCORING, rehearsed=True))
+            models = {}
+            if objective.value is not None:
+                models["critic"] = opened.enter_context(Critic(source, objective, FAST))
+            if "teacher_logprobs" in objective.required_rollout_fields:
+                models["teacher"] = opened.enter_context(Teacher(beside, source, scoring=SCORING))
+            if "ref_logprobs" in objective.required_rollout_fields:
+                models["reference"] = opened.enter_context(Reference(beside, scoring=SCORING))
+            options = PolicyPipeline(policy=dataclasses.replace(config, **changes), seed=5)
+            return Models(policy, **models), rollout, options
 
-        policy = train("policy", PolicyModule, policy_source, FAST, objective, updates=8, scoring=SCORING)
-        rollout = InferenceEngine(
-            lambda: InProcessRollout(policy_source, tokenizer), name=f"{objective.name}-rollout"
-        ).build()
-        critic = None
-        if objective.value is not None:
-            critic = train("critic", ValueModule, ValueSource(policy_source, seed=3), FAST, objective, updates=8)
-        frozen = {
-            name: train(name, TokenScorer, StateSource(other), SCORING)
-            for name in ("teacher", "reference")
-            if f"{name[:3] if name == 'reference' else name}_logprobs" in objective.required_rollout_fields
-        }
-        engines = PolicyEngines(policy=policy, rollout=rollout, critic=critic, **frozen)
-        chosen = dataclasses.replace(config, **changes)
-        sampler = Sampler(completions(rollout), load(digits), RowStream(ROWS, 0), objective, chosen, 5)
-        return engines, sampler, Inputs(engines, objective, chosen, 5), Updates(engines, objective, chosen)
-
-    return model, other, build
+        yield model, other, build
 
 
 def logprobs_of(model, batch, temperature=0.7):
@@ -81,35 +77,45 @@ def logprobs_of(model, batch, temperature=0.7):
 
 
 def fed(build, objective, step=0, coefficients=None, **changes):
-    engines, sampler, inputs, updates = build(objective, **changes)
-    engines.policy.sync_weights(engines.rollout)
-    sampled = sampler.sample(step)
-    batch = inputs.scored(collate(sampled.trajectories, 0), sampled, step)
-    scored = batch
-    batch, computed, counted = inputs.advantages(batch, sampled, coefficients or {})
-    return engines, sampled, scored, batch, lambda: updates.make(step, batch, computed, counted, coefficients or {})
+    """The models, rollout and groups of a step, its batch before and with advantages, and the step's update."""
+    models, rollout, options = build(objective, **changes)
+    config, inputs = options.policy, PolicyInputs.of(options, rollout.model, ROWS, ROWS[:1], digits)
+    models.policy.sync_weights(rollout)
+    groups = draw(options, rollout, inputs, objective, None, step)
+    scored = models.inputs_of_advantages(groups.batch(), objective, rescored=config.recompute_old_logprobs)
+    batch = scored.with_advantages(objective, correct_reward=config.correct_reward, coefficients=coefficients)
+
+    def update():
+        return {name: value for part in models.update(batch, config, trains=True) for name, value in part.items()}
+
+    return models, rollout, groups.scored, scored.tokens, batch, update
+
+
+def first_of_rows(batch):
+    """[N]: the first advantage of each row."""
+    return torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
 
 
 def test_the_greedy_baseline_is_the_reward_of_the_most_likely_completion(world):
     _, _, build = world
-    engines, sampled, _, batch, _ = fed(build, rl_fn.recipes.remax())
+    _, rollout, sampled, _, batch, _ = fed(build, rl_fn.recipes.remax())
     once = SamplingParams(max_new_tokens=4, temperature=0.0)
-    greedy = digits(engines.rollout.generate([row["prompt"] for row in RowStream(ROWS, 0).take(3)], once))
+    greedy = digits(rollout.engine.generate([row["prompt"] for row in RowStream(ROWS, 5).take(3)], once))
     assert sampled.greedy_rewards.tolist() == pytest.approx(greedy) and len(set(greedy)) >= 1
     wanted = sampled.rewards - torch.tensor(greedy)[:, None]
-    per_row = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
-    torch.testing.assert_close(per_row, wanted.flatten())
+    torch.testing.assert_close(first_of_rows(batch.tokens), wanted.flatten())
 
 
 def test_values_are_of_before_the_update_and_returns_regress_on_them(world):
     _, _, build = world
     objective = rl_fn.recipes.ppo(lam=0.9, whiten=False)
     objective = objective.replace(value=components.ValueLoss(clip=0.1))
-    engines, sampled, scored, batch, update = fed(build, objective)
-    before = engines.critic.values(NeedParallel(scored))
+    models, _, sampled, scored, fed_batch, update = fed(build, objective)
+    critic, batch = models.critic.engine, fed_batch.tokens
+    before = critic.values(NeedParallel(scored))
     assert torch.equal(scored.old_values, before) and before[scored.mask].abs().min() > 0
     metrics = update()
-    after = engines.critic.values(NeedParallel(scored))
+    after = critic.values(NeedParallel(scored))
     assert not torch.equal(after, before) and metrics["critic_grad_norm"] > 0 and metrics["value_loss"] > 0
     # GAE written out, backwards, over the tokens that count.
     for i, mask in enumerate(batch.mask):
@@ -126,7 +132,8 @@ def test_values_are_of_before_the_update_and_returns_regress_on_them(world):
 
 def test_the_teacher_s_log_probabilities_are_the_teacher_s(world):
     model, teacher, build = world
-    _, _, scored, batch, _ = fed(build, rl_fn.recipes.on_policy_distillation())
+    _, _, _, scored, fed_batch, _ = fed(build, rl_fn.recipes.on_policy_distillation())
+    batch = fed_batch.tokens
     torch.testing.assert_close(scored.teacher_logprobs, logprobs_of(teacher, scored), rtol=0, atol=1e-5)
     torch.testing.assert_close(scored.old_logprobs, logprobs_of(model, scored), rtol=0, atol=1e-5)
     wanted = logprobs_of(teacher, scored) - logprobs_of(model, scored)
@@ -137,27 +144,24 @@ def test_the_teacher_s_log_probabilities_are_the_teacher_s(world):
 def test_a_penalty_in_the_reward_is_of_the_old_policy_to_the_reference(world):
     model, other, build = world
     objective = rl_fn.recipes.rloo().replace(reward_kl=components.KL("k1", 0.5))
-    _, sampled, scored, batch, _ = fed(build, objective)
+    _, _, sampled, scored, batch, _ = fed(build, objective)
     kl = (logprobs_of(model, scored) - logprobs_of(other, scored)).sum(1).view(3, 4)
     for coef, coefficients in ((0.5, {}), (2.0, {"reward_kl": 2.0})):
         if coefficients:
-            _, sampled, scored, batch, _ = fed(build, objective, coefficients=coefficients)
+            _, _, sampled, scored, batch, _ = fed(build, objective, coefficients=coefficients)
         rewards = sampled.rewards - coef * kl
         wanted = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 3).flatten()
-        per_row = torch.stack([row[mask][0] for row, mask in zip(batch.advantages, batch.mask, strict=True)])
-        torch.testing.assert_close(per_row, wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(first_of_rows(batch.tokens), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_noise_and_correct_tokens_are_of_the_whole_batch(world):
     _, _, build = world
-    _, _, first, _, _ = fed(build, rl_fn.recipes.clip_cov())
-    _, _, again, _, _ = fed(build, rl_fn.recipes.clip_cov())
-    _, _, later, _, _ = fed(build, rl_fn.recipes.clip_cov(), step=1)
+    first, again, later = (fed(build, rl_fn.recipes.clip_cov(), step=step)[4].tokens for step in (0, 0, 1))
     assert first.noise.shape == first.mask.shape and first.noise.min() >= 0 and first.noise.max() < 1
     assert torch.equal(first.noise, again.noise) and not torch.equal(first.noise[:, :4], later.noise[:, :4])
-    _, sampled, scored, _, _ = fed(build, rl_fn.recipes.vapo(), correct_reward=0.5)
+    _, _, sampled, _, batch, _ = fed(build, rl_fn.recipes.vapo(), correct_reward=0.5)
     earned = sampled.earned.flatten() >= 0.5
-    assert torch.equal(scored.correct, scored.mask & earned[:, None]) and 0 < int(earned.sum()) < 12
+    assert torch.equal(batch.tokens.correct, batch.tokens.mask & earned[:, None]) and 0 < int(earned.sum()) < 12
 
 
 def turns(tokens, mask, **fields):
@@ -182,9 +186,7 @@ ERRORS = {name: getattr(rl_fn.recipes, name) for name in rl_fn.recipes.__all__} 
 def test_a_failed_environment_s_trajectory_has_no_part_in_the_update(name):
     """Whatever it earned: not by a gradient, not by its group's mean, not by a denominator."""
     objective = ERRORS[name](**({"k": 2} if name == "passk" else {}))
-    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4))
-    engines: Any = PolicyEngines(policy=None, rollout=None)  # type: ignore[arg-type]
-    inputs, generator, failed = Inputs(engines, objective, config, 5), torch.Generator().manual_seed(3), 2
+    inputs, generator, failed = Advantages(objective), torch.Generator().manual_seed(3), 2
     trajectories = [
         turns([2, 5, 6, 7, 1][: 3 + row % 3], [0, 1, 1, 1, 1][: 3 + row % 3], group=row // 4) for row in range(8)
     ]
@@ -310,8 +312,8 @@ def test_several_rewards_become_one():
 def test_a_coefficient_changes_the_gradient_and_traces_nothing_anew(world, monkeypatch):
     _, _, build = world
     objective = rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.0))
-    engines, _, _, batch, _ = fed(build, objective)
-    module, traced, real = module_of(engines.policy), [], trace.trace
+    models, _, _, _, fed_batch, _ = fed(build, objective)
+    batch, module, traced, real = fed_batch.tokens, module_of(models.policy.engine), [], trace.trace
     monkeypatch.setattr(trace, "trace", lambda *arguments: traced.append(1) or real(*arguments))
     gradients = []
     for coef in (0.0, 0.1, 0.2):

@@ -1,4 +1,4 @@
-"""The loop, against engines that write down what they were asked."""
+"""The recipe's loop, against engines that write down what they were asked."""
 
 import math
 
@@ -16,17 +16,20 @@ from tests.bridge.algorithms.fake_engines import ROWS, FakePolicy, FakeRollout, 
 
 
 def first_prompt_alone(completion, row):
-    return float(completion == f"{RowStream(ROWS, 0).take(1)[0]['prompt']}/0")
+    return float(completion == f"{RowStream(ROWS, 7).take(1)[0]['prompt']}/0")
 
 
 def test_a_step_samples_scores_compares_and_updates():
     run, policy, rollout = run_loop(longest_is_best)
-    assert policy.events == ["sync", "train", "sync", "train", "sync"]
-    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(6)]
-    assert [call[0] for call in rollout.calls] == [prompts[:3], prompts[3:], [row["prompt"] for row in ROWS[:5]]]
-    seeds = [call[1].seed for call in rollout.calls[:2]]
-    assert seeds == [7 * 1_000_003, 7 * 1_000_003 + 1]
-    assert (rollout.calls[2][1].temperature, rollout.calls[2][1].n) == (0.0, 1)
+    # The evaluation before, two steps, the second one's evaluation, and the one after the last step.
+    assert policy.events == ["sync", "sync", "train", "sync", "train", "sync", "sync"]
+    prompts, held_out = [row["prompt"] for row in RowStream(ROWS, 7).take(6)], [row["prompt"] for row in ROWS[:5]]
+    drawn = [prompts[:3], prompts[3:]]
+    assert [call[0] for call in rollout.calls] == [held_out] * 2 + drawn + [held_out] * 3
+    steps, evaluation = [call[1] for call in rollout.calls[2:4]], rollout.calls[4][1]
+    assert [sampling.seed for sampling in steps] == [7 * 1_000_003, 7 * 1_000_003 + 1]
+    assert [(sampling.temperature, sampling.n) for sampling in steps] == [(0.8, 4)] * 2
+    assert (evaluation.temperature, evaluation.n) == (0.0, 1)
     batch, denominator = policy.batches[0]
     assert denominator == float(batch.mask.sum()) == 3 * (1 + 2 + 3 + 4)
     group = (torch.arange(4.0) - 1.5) / torch.arange(4.0).std()
@@ -36,7 +39,7 @@ def test_a_step_samples_scores_compares_and_updates():
     assert torch.equal(batch.old_logprobs, batch.rollout_logprobs) and batch.ref_logprobs is None
     assert run.records[0] == {
         "reward": 1.5, "tokens": 2.5, "truncated": 0.0, "informative": 1.0, "loss": 0.5, "grad_norm": 1.0,
-        "tokens_in_batch": 4 * (1 + 2 + 1) + 3 * 10,
+        "trained_tokens": 4 * (1 + 2 + 1) + 3 * 10,
     }  # fmt: skip
     assert "held_out" not in run.records[0] and run.records[1]["held_out"] == 0.0
 
@@ -80,7 +83,7 @@ def test_minibatches_share_the_rows():
 
 def test_old_logprobs_are_those_of_before_the_step_s_first_update():
     _, policy, _ = run_loop(longest_is_best, updates_per_step=3, recompute_old_logprobs=True)
-    assert policy.events[:6] == ["sync", "logprobs", "logprobs", "logprobs", "train", "train"]
+    assert policy.events[:7] == ["sync", "sync", "logprobs", "logprobs", "logprobs", "train", "train"]
     olds = [float(batch.old_logprobs[0, 0]) for batch, _ in policy.batches]
     assert olds == [-1.0] * 3 + [-4.0] * 3
     assert all(set(batch.rollout_logprobs[batch.mask].tolist()) == {-1.0} for batch, _ in policy.batches)
@@ -92,12 +95,13 @@ def test_the_reference_is_asked_about_every_row():
     run, policy, _ = run_loop(first_prompt_alone, rl_fn.recipes.grpo(), reference, steps=1)
     assert len(policy.batches[0][0].mask) == 12
     assert set(policy.batches[0][0].ref_logprobs.unique().tolist()) == {-42.0}
-    assert run.state.keys() == {"policy", "stream", "reference"}
+    assert run.state.keys() == {"policy", "rows"}
 
 
 def test_the_reference_follows_the_policy_every_so_many_steps():
     class Followed(FakePolicy):
-        def sync_weights(self, target):
+        def sync_weights(self, target, adapter=None):
+            super().sync_weights(target, adapter)
             self.targets = [*getattr(self, "targets", ()), (target, self.updates)]
 
         def follow(self, target, share):
@@ -105,8 +109,9 @@ def test_the_reference_follows_the_policy_every_so_many_steps():
             self.sync_weights(target)
 
     reference = FakePolicy()
-    _, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed(), reference_every=2)
+    run, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed(), reference_every=2)
     assert [updates for target, updates in policy.targets if target is reference] == [2, 4]
+    assert run.state.keys() == {"policy", "rows", "reference"}  # one that changes is in checkpoints
     _, policy, _ = run_loop(longest_is_best, rl_fn.recipes.grpo(), reference, 6, policy=Followed())
     assert all(target is not reference for target, _ in policy.targets)
     with pytest.raises(ValueError, match="reference_every counts steps and is at least 1, or None, got 0"):
@@ -116,19 +121,19 @@ def test_the_reference_follows_the_policy_every_so_many_steps():
             run_loop(longest_is_best, **options)
 
 
-def test_statistics_of_the_batch_are_not_split_over_workers(monkeypatch):
+def test_statistics_of_the_batch_are_not_split_over_workers():
     for mesh in (Mesh(), Mesh(tensor=2, sequence=2)):
-        monkeypatch.setattr(FakePolicy, "mesh", mesh)
-        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
-    monkeypatch.setattr(FakePolicy, "mesh", Mesh(shard=2, tensor=2))
-    run_loop(longest_is_best, rl_fn.recipes.dapo(), steps=1)
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1, mesh=mesh)
+    run_loop(longest_is_best, rl_fn.recipes.dapo(), steps=1, mesh=Mesh(shard=2, tensor=2))
     with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
-        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1)
+        run_loop(longest_is_best, rl_fn.recipes.kl_cov(), steps=1, mesh=Mesh(shard=2, tensor=2))
 
 
 def test_a_bad_reward_names_the_row_of_its_completion():
-    with pytest.raises(ValueError, match=r"on rows, row (\d) returned nan.*completion '\1/0'"):
+    with pytest.raises(ValueError, match=r"on rows, row (\d) returned nan.*completion '\1/0'"):  # of an evaluation
         run_loop(lambda completion, row: math.nan)
+    with pytest.raises(ValueError, match=r"on rows, row ([5-9]) returned nan.*completion '\1/0'"):  # of a step
+        run_loop(lambda completion, row: 1.0 if int(row["answer"]) < 5 else math.nan)
 
 
 def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
@@ -139,8 +144,9 @@ def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
         return 0.0
 
     run_loop(reward, steps=1)
-    prompts = [row["prompt"] for row in RowStream(ROWS, 0).take(3)]
-    assert asked[:12] == [(f"{prompt}/{s}", prompt) for prompt in prompts for s in range(4)]
+    prompts, held_out = [row["prompt"] for row in RowStream(ROWS, 7).take(3)], [row["prompt"] for row in ROWS[:5]]
+    greedy, step = ([(f"{p}/{s}", p) for p in many for s in range(n)] for many, n in ((held_out, 1), (prompts, 4)))
+    assert asked == greedy * 2 + step + greedy * 3
 
 
 def test_evaluation_shows_scores_and_samples():

@@ -1,35 +1,25 @@
 """Every loop: a step of which an update was skipped is counted, its batch is kept, and several in a row end the run."""
 
 import json
-from dataclasses import dataclass
 
 import pytest
 import torch
 from safetensors import safe_open
 
 import rl_fn
-from rl_bridge.algorithms.supervised_training import train_sft
-from rl_bridge.data.rows import RowStream
-from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines import NeedParallel
-from rl_bridge.run.run import Run
 from rl_train.policy_options import WarmStart
 from tests.bridge.algorithms.fake_engines import FakePolicy, longest_is_best, run_loop
 
-STEPS, ROW = 6, single_turn([2, 3], [4, 5])
-
-
-@dataclass(frozen=True)
-class Options:
-    seed: int = 0
+STEPS = 6
 
 
 class FakeEngine(FakePolicy):
     """Skips the updates of ``bad``, by their numbers."""
 
-    def __init__(self, bad=()):
+    def __init__(self, bad=(), loss="loss"):
         super().__init__()
-        self.bad = bad
+        self.bad, self.loss = bad, loss
 
     def optimizer_step(self):
         skipped = {"skipped": 1.0} if self.updates in self.bad else {}
@@ -38,28 +28,22 @@ class FakeEngine(FakePolicy):
     def values(self, batch: NeedParallel):
         return torch.zeros(batch.data.mask.shape)
 
-    def checkpoint_state(self):
-        return {"updates": self.updates}
 
-    def load_checkpoint_state(self, state):
-        self.updates = state["updates"]
-
-
-def policy_loop(run, engine, critic=None, updates=1):
+def policy_loop(output, engine, critic=None, updates=1, skips=2):
     objective = (rl_fn.recipes.ppo() if critic else rl_fn.recipes.dapo()).replace(kl=None, reward_kl=None)
     options = {"steps": STEPS, "updates_per_step": updates, "evaluate_every": STEPS}
-    run_loop(longest_is_best, objective, run=run, policy=engine, critic=critic, **options)
+    run_loop(longest_is_best, objective, output=output, policy=engine, critic=critic, skips=skips, **options)
 
 
-def supervised_loop(run, engine):
-    config = WarmStart(steps=STEPS, rows_per_step=2)
-    train_sft(run, engine, RowStream([ROW], 0), lambda row: row, config, pad_token_id=0)
+def supervised_loop(output, engine):
+    sft = WarmStart(steps=STEPS, rows_per_step=2)
+    run_loop(longest_is_best, output=output, supervised=engine, sft=sft, skips=2)
 
 
 LOOPS = {
     "policy": policy_loop,
-    "several updates a step": lambda run, engine: policy_loop(run, engine, updates=2),
-    "critic": lambda run, engine: policy_loop(run, FakeEngine(), critic=engine),
+    "several updates a step": lambda output, engine: policy_loop(output, engine, updates=2),
+    "critic": lambda output, engine: policy_loop(output, FakeEngine(), critic=engine),
     "warm start": supervised_loop,
 }
 
@@ -70,11 +54,12 @@ def records(folder):
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_skips_are_counted_and_kept_and_end_the_run_with_their_cause(tmp_path, name):
-    folder, several = tmp_path / "run", 2 if name == "several updates a step" else 1
+    folder, several = tmp_path / "policy", 2 if name == "several updates a step" else 1
     # Steps 0, 2 and 3; of several updates of a step the first one alone.
-    engine = FakeEngine(bad=[several * step for step in (0, 2, 3)])
-    with Run(folder, Options(), stop_after_skips=2) as run, pytest.raises(FloatingPointError) as stopped:
-        LOOPS[name](run, engine)
+    loss = "value_loss" if name == "critic" else "loss"
+    engine = FakeEngine(bad=[several * step for step in (0, 2, 3)], loss=loss)
+    with pytest.raises(FloatingPointError) as stopped:
+        LOOPS[name](tmp_path, engine)
     whose = "the critic" if name == "critic" else "the trained model"
     assert f"loss or gradient of {whose} was not finite in 2 steps in a row" in str(stopped.value)
     assert "stopped after step 4 of 6" in str(stopped.value)
@@ -88,8 +73,8 @@ def test_skips_are_counted_and_kept_and_end_the_run_with_their_cause(tmp_path, n
 
 
 def test_policy_and_critic_by_turns_are_steps_in_a_row_too(tmp_path):
-    folder = tmp_path / "run"
-    with Run(folder, Options(), stop_after_skips=3) as run, pytest.raises(FloatingPointError) as stopped:
-        policy_loop(run, FakeEngine(bad=(1, 3)), critic=FakeEngine(bad=(2, 3)))
+    critic = FakeEngine(bad=(2, 3), loss="value_loss")
+    with pytest.raises(FloatingPointError) as stopped:
+        policy_loop(tmp_path, FakeEngine(bad=(1, 3)), critic=critic, skips=3)
     assert "of the critic and the trained model was not finite in 3 steps in a row" in str(stopped.value)
-    assert len(records(folder)) == 4
+    assert len(records(tmp_path / "policy")) == 4

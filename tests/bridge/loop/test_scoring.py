@@ -64,12 +64,12 @@ def test_another_temperature_is_refused(model, batch):
 
 
 @pytest.mark.parametrize("scoring", [{"temperature": 0.7}, {"softcap": 3.0}, {"dtype": "bfloat16"}], ids=str)
-def test_a_reference_scored_otherwise_is_refused(model, batch, scoring):
-    policy, reference = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**scoring))
-    with pytest.raises(ValueError, match="the KL of a model to its own copy would not be 0"):
+def test_a_reference_that_scores_otherwise_is_refused(model, batch, scoring):
+    policy, other = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**scoring))
+    with policy, other, Reference(model) as reference:
+        with pytest.raises(ValueError, match="the KL of a model to its own copy would not be 0"):
+            policy.update(other.score(batch))
         policy.update(reference.score(batch))
-    for engine in (policy, reference):
-        engine.release()
 
 
 def test_a_teacher_has_the_policy_s_temperature_and_vocabulary(model, batch):

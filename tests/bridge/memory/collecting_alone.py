@@ -6,17 +6,18 @@ In a process of its own (test_collecting.py): a collection of all that other tes
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge.algorithms import policy_training, supervised_training
-from rl_bridge.algorithms.supervised_training import train_sft
-from rl_bridge.data.rows import RowStream
+from rl_bridge import NLL, AdamW, Model, Policy, Rows, Run
+from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.engines import TrainEngine
 from rl_bridge.engines.worker import Worker
+from rl_bridge.loop.data import collate
 from rl_bridge.memory.garbage_collection import (
     GENERATIONS,
     PATIENCE,
@@ -25,10 +26,11 @@ from rl_bridge.memory.garbage_collection import (
     one_phase,
     phase_ended,
 )
-from rl_bridge.models.small import TinySource
-from rl_bridge.modules.supervised import SupervisedModule
-from rl_bridge.modules.trainable import OptimizerConfig
-from rl_train.policy_options import WarmStart
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.run.run import Observer
+from rl_train.policy import run_policy
+from rl_train.policy_inputs import PolicyInputs
+from rl_train.policy_options import PolicyPipeline, WarmStart
 
 
 class Cycle:
@@ -200,43 +202,50 @@ def test_a_workers_call_is_a_phase(thresholds: int, collected: bool):
         assert calls.lost[1]() is not None, "the loop collects"
 
 
-class Steps:
-    """A run that records what is alive after each step."""
-
-    def __init__(self, seen: list[weakref.ref[Cycle]]) -> None:
-        self.seen, self.alive = seen, []
-
-    def steps(self, stage: str, total: int, *, state: object) -> Iterator[int]:
-        for step in range(total):
-            yield step
-            self.alive.append(sum(one() is not None for one in self.seen))
-            assert not gc.isenabled()
-
-    def log(self, step: int, metrics: dict[str, float], **rest: object) -> None:
-        assert metrics["nll"] > 0
+@pytest.fixture
+def model() -> Model:
+    tokenizer = character_tokenizer("0123456789+=")
+    return Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
 
 
-def test_memory_does_not_grow_over_the_steps_of_a_training():
+def test_memory_does_not_grow_over_the_steps_of_a_training(model: Model, tmp_path: Path):
     seen: list[weakref.ref[Cycle]] = []
+    alive: list[int] = []
 
-    def encoded(row: list[int]):
-        seen.append(dropped())
-        return single_turn(row[:2], row[2:])
+    def encoded(rows: Any):
+        seen.extend(dropped() for _ in rows)
+        return collate([single_turn(row[:2], row[2:]) for row in rows], 0)
 
-    source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
-    made = TrainEngine(lambda: SupervisedModule(source, OptimizerConfig(learning_rate=1e-2), updates=30)).build()
-    run, stream = Steps(seen), RowStream([[2, 3, 4, 5], [6, 7, 8, 1]], seed=0)
-    train_sft(run, made, stream, encoded, WarmStart(steps=30, rows_per_step=2), pad_token_id=0)  # type: ignore[arg-type]
-    made.release()
-    assert len(seen) == 60 and run.alive == [0] * 30
+    rows = Rows([[2, 3, 4, 5], [6, 7, 8, 1]], collate=encoded, fingerprint="of tokens")
+    with Policy(model, NLL(), AdamW(1e-2, total=30)) as policy, Run("run", [policy, rows], output=tmp_path) as run:
+        for _ in run.steps(30):
+            alive.append(sum(one() is not None for one in seen))
+            assert not gc.isenabled()
+            metrics = policy.update(rows.batch(2))
+            run.log(metrics)
+            assert metrics["nll"] > 0
+        alive.append(sum(one() is not None for one in seen))
+    assert len(seen) == 60 and alive == [0] * 31
 
 
-@pytest.mark.parametrize("loop", ["train_policy", "train_sft"])
-def test_every_trainers_loop_is_in_charge_of_the_collector(loop: str, monkeypatch: pytest.MonkeyPatch):
-    """The loop is called with nothing: what it does before it fails is to switch the collector off."""
-    train = next(getattr(module, loop) for module in (policy_training, supervised_training) if hasattr(module, loop))
-    switched: list[bool] = []
-    monkeypatch.setattr(gc, "disable", lambda: switched.append(True))
-    with pytest.raises(TypeError, match="missing"):
-        train()
-    assert switched == [True]
+def test_every_stage_of_a_recipe_is_in_charge_of_the_collector(model: Model, tmp_path: Path):
+    """A warm start and reinforcement learning; each step, and an error that ends the steps."""
+    enabled: dict[str, list[bool]] = {}
+
+    class Steps(Observer):
+        def recorded(self, record: Mapping[str, Any]) -> None:
+            enabled.setdefault(record["stage"], []).append(gc.isenabled())
+
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
+    counts: dict[str, Any] = {"steps": 2, "prompts_per_step": 2, "responses_per_prompt": 2}
+    config = PolicyConfig(**counts, sampling=SamplingOptions(max_new_tokens=2))
+    options = PolicyPipeline(policy=config, sft=WarmStart(steps=2, rows_per_step=2), output=tmp_path)
+    run_policy(options, [Steps()], PolicyInputs.of(options, model, rows, rows, lambda completion, row: 1.0))
+    assert enabled == {"sft": [False] * 2, "policy": [False] * 2} and gc.isenabled()
+
+    state = Rows(rows)
+    with pytest.raises(KeyError, match="no"), Run("failed", [state], output=tmp_path) as run:
+        for _ in run.steps(2):
+            assert not gc.isenabled()
+            raise KeyError("no")
+    assert gc.isenabled()

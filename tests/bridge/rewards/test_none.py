@@ -9,12 +9,11 @@ import torch
 
 import rl_bridge
 import rl_fn
-from rl_bridge.algorithms.completions import Sampler, without_signal
+from rl_bridge.algorithms.completions import without_signal
 from rl_bridge.algorithms.evaluation import evaluate, gain, interval
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
-from rl_bridge.data.rows import RowStream
+from rl_bridge.algorithms.policy_setup import SamplingOptions, ScalarOptions
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.rewards import RewardError, RewardOptions, load
+from rl_bridge.rewards import RewardError, RewardOptions, load, with_rows
 from tests.support.reward_batches import rows, trajectories, values
 
 FORMS = {
@@ -171,12 +170,13 @@ def test_a_baseline_without_a_reward_is_refused():
     def reward(completion, row):
         return None if row["answer"] == "1" and completion == "0" else float(completion)
 
-    config = PolicyConfig(
-        steps=1, prompts_per_step=3, responses_per_prompt=2, sampling=SamplingOptions(max_new_tokens=4)
-    )
-    sampler = Sampler(complete, load(reward, none="leave-out"), RowStream(rows(3), 0), rl_fn.recipes.remax(), config, 5)
+    def drawn(sampling):
+        trajectories = with_rows(complete(rows(3), sampling), rows(3))
+        return rl_bridge.Groups(trajectories=trajectories, sampling=sampling, pad_token=0)
+
+    groups, greedy = drawn(replace(SAMPLING, n=2)), drawn(replace(SAMPLING, n=1, temperature=0.0))
     with pytest.raises(RewardError, match=r"no reward applies to the greedy completion of problems\.jsonl, row 2"):
-        sampler.sample(0)
+        groups.score(reward, none="leave-out", greedy=greedy)
 
 
 KINDS = {"both": {"right": 1.0, "short": 2.0}, "other order": {"short": 2.0, "right": 1.0}, "None": None}

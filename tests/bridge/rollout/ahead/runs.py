@@ -7,12 +7,13 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
-from rl_bridge.algorithms.completions import Sampler, completions
+from rl_bridge.algorithms.completions import completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rewards import load
 from rl_bridge.rollout.ahead.pumps import Admission
+from tests.support.plain_sampler import PlainSampler
 
 TOKENIZER = character_tokenizer("0123456789+=")
 SOURCE = TinySource.for_tokenizer(TOKENIZER, hidden=16, layers=2, heads=2)
@@ -90,7 +91,7 @@ def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, o
 
 def in_step(rollout, config=CONFIG, objective=None):
     objective = objective or rl_fn.recipes.dapo()
-    return Sampler(completions(rollout), load(digits), RowStream(ROWS, 3), objective, config, 5)
+    return PlainSampler(completions(rollout), load(digits), RowStream(ROWS, 3), objective, config, 5)
 
 
 def shown(steps):

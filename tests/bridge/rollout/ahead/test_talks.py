@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 import rl_fn
-from rl_bridge.algorithms.completions import Sampler
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import InferenceEngine
@@ -31,6 +30,7 @@ from tests.bridge.rollout.ahead.runs import (
     shown,
     steps_of,
 )
+from tests.support.plain_sampler import PlainSampler
 
 PARTIAL = Pace(partial=True, rounds=2, steps=2, limit=6)
 WHOLE = Pace(limit=6, steps=4)
@@ -149,7 +149,7 @@ def test_nothing_ahead_is_the_synchronous_run(run, rollout):
     def converse(rows, sampling):
         return rollout.converse(rows, sampling, Counts, 4, max_tokens=60)
 
-    sampler = Sampler(converse, load(("environment",)), RowStream(ROWS, 3), remax, OF_TURNS, 5)
+    sampler = PlainSampler(converse, load(("environment",)), RowStream(ROWS, 3), remax, OF_TURNS, 5)
     here, found = steps_of(sampler, Weights(), rollout, STEPS), run(pace=WHOLE, staleness=0, objective=remax)
     baselines = [[sampled.greedy_rewards.tolist() for sampled in made] for made in (found, here)]
     assert baselines[0] == baselines[1] and len({tuple(step) for step in baselines[0]}) > 1

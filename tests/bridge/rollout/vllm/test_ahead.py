@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.algorithms import ahead_sampler
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
 from rl_bridge.data.rows import RowStream
@@ -120,8 +121,13 @@ def test_a_span_s_logprobs_are_those_of_its_version_s_full_forward(rollout, exec
 def test_a_greedy_row_beside_sampled_ones(rollout, executor, model, tokenizer, monkeypatch):
     cuts, pace = {"top_k": 6}, Pace(partial=True, rounds=2, steps=3, limit=20)
     sampler = sampler_of(rollout, tokenizer, pace, cuts, objective=rl_fn.recipes.remax())
-    greedy, baseline = [], sampler._baseline
-    monkeypatch.setattr(sampler, "_baseline", lambda found: (greedy.extend(found), baseline(found))[1])
+    greedy, baseline = [], ahead_sampler.baseline_of
+
+    def noted(trajectories, rewards, **options):
+        greedy.extend(trajectories)
+        return baseline(trajectories, rewards, **options)
+
+    monkeypatch.setattr(ahead_sampler, "baseline_of", noted)
     made, models = steps_of(sampler, policy_of(executor, rollout, model, "remax"), rollout)
     mixed = 0
     for trajectory in greedy:
