@@ -122,8 +122,8 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     model, both = inputs.model, [*inputs.rows.rows, *inputs.held_out]
     inputs.census.settle(trained=len(inputs.rows), held_out=len(inputs.held_out), step=options.rows_of_steps())
     inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on)
-    made = options.environments(model.source)
-    environment = options.tried(made, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
+    factory = options.environments(model.source)
+    environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
     marks |= options.fingerprints(model.tokenizer)
     options.shared()  # a mesh of other workers than there are
