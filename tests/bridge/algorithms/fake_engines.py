@@ -46,6 +46,9 @@ class FakeRollout(FakeEngine):
     def ends(self):
         return (), None
 
+    def narrower(self):
+        return None
+
     def generate(self, prompts, sampling):
         self.calls.append((list(prompts), sampling))
         return [

@@ -33,7 +33,7 @@ def chain(folder, start):
     options = {"sft.steps": 0, "policy.steps": 2, "policy.prompts-per-step": 4, "policy.responses-per-prompt": 2}
     options |= {"critic.model": judge, "objective.kl.place": "reward", "objective.kl.coef": 1.0}
     rewards = ["--reward", f"learned=model:{judge}", "right=exact", "--reward-weights", "1", "0"]
-    options["policy.sampling.max-new-tokens"] = 5
+    options |= {"policy.sampling.max-new-tokens": 5, "policy.reference-every": 2}  # a reference that follows is saved
     run(folder, "policy", "objective:ppo", *rewards, name="improved", model=model, **data, **options)
 
 
