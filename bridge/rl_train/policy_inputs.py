@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from rl_bridge.algorithms.policy_setup import require_parts
 from rl_bridge.data.census import Census
 from rl_bridge.data.rows import answered_row, policy_row
 from rl_bridge.environments import EnvironmentFactory
-from rl_bridge.loop.data import Model, Rows
+from rl_bridge.loop.data import Model, Rows, any_row, in_hand
 from rl_bridge.loop.trained import Policy
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource
 from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
@@ -62,7 +63,7 @@ class PolicyInputs:
         return cls(
             model=model,
             rows=Rows(rows, seed=options.seed),
-            held_out=[dict(row) for row in held_out],
+            held_out=in_hand(held_out, any_row),
             rewards=reward if isinstance(reward, Rewards) else load(reward),
             census=Census.of_rows(rows, held_out) if census is None else census,
         )
@@ -126,9 +127,9 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
     marks |= options.fingerprints(model.tokenizer)
-    options.shared()  # a mesh of other workers than there are
-    options.rehearse(model)
     objective, _ = options.checked_objective()
+    require_parts(objective, options.shared()["mesh"])
+    options.rehearse(model)
     teacher = None if options.teacher is None else teacher_model(options.teacher, model)
     critic = None if objective.value is None else value_source(options.critic.model)
     for role, beside in (("critic", critic), ("teacher", None if teacher is None else teacher.source)):

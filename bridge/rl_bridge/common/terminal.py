@@ -100,12 +100,6 @@ def remark(text: str) -> None:
     _remarks.append(text)
 
 
-def remark_once(text: str) -> None:
-    """``remark``, unless the same is among the remarks that no record has yet."""
-    if text not in _remarks:
-        remark(text)
-
-
 def remarks() -> list[str]:
     """Remarks since the last call, each once."""
     lines = list(dict.fromkeys(_remarks))

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.common.terminal import tell
+from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
@@ -100,6 +100,12 @@ class Model:
     def keys_met(self, kind: str) -> KeyMemory:
         """Keys of rows of this kind that the present chat template has met."""
         return self.settled.setdefault(f"{kind} by {self.tokenizer.chat_template}", KeyMemory())
+
+    def remark(self, text: str) -> None:
+        """Name something of this model once: several engines of the same model would say the same."""
+        if text not in (notes := self.settled.setdefault("notes", set())):
+            notes.add(text)
+            remark(text)
 
     def remark_on_ends(self) -> None:
         """Name the ends of turns and the tokens at which generation stops where these differ, once for this model."""

@@ -10,7 +10,6 @@ import torch
 
 from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.algorithms.policy_training import minibatches_of
-from rl_bridge.common.terminal import remark_once
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
 from rl_bridge.data.token_batch import TokenBatch
@@ -105,7 +104,7 @@ class Scored:
         self.model, self.turns = model, turns
         self.engines = Engines(executor, mesh, model.source, parallel or ParallelConfig(), run="loop", turns=turns)
         self.engines.apart = [other.engine for other in apart_from]
-        self.engines.tell, self.engines.types = remark_once, export_types(model.source)
+        self.engines.tell, self.engines.types = model.remark, export_types(model.source)
         self.engine: TrainEngine
 
     def __enter__(self) -> Self:

@@ -188,11 +188,11 @@ class Policy(Scored):
         phase_ended()
         # The critic's alone: a policy's loss reads none of them.
         tokens = batch.tokens._replace(old_values=None, returns=None, teacher_logprobs=None)
-        metrics = dict(batch.metrics) | self._of_syncs() | self._coefficients.metrics()
+        (log, step), self._completions = self._completions or (None, self._updates), None
+        metrics = dict(batch.metrics) | self._of_syncs(step) | self._coefficients.metrics()
         shares = list(shares_of(tokens, computed, counted, self._denominator, updates)) if updates else []
         if batch.rescored:
             metrics |= self._mismatch.metrics([minibatch for minibatch, *_ in shares])
-        (log, step), self._completions = self._completions or (None, self._updates), None
         watched = None if log is None else log.choose(step, computed)
         terms = self.coefficients
         for minibatch, denominator, places, count in shares:
@@ -306,12 +306,12 @@ class Policy(Scored):
             rollout: Any = target.engine
             self._replaced = Replaced(PolicyEngines(policy=self.engine, rollout=rollout))
 
-    def _of_syncs(self) -> dict[str, float]:
+    def _of_syncs(self, step: int) -> dict[str, float]:
         """Metrics of the syncs since the last update, with a line for the user where an engine was replaced."""
         if self._replaced is None:
             return {}
         metrics = self._replaced.metrics()
-        if warning := self._replaced.warning(self._updates):
+        if warning := self._replaced.warning(step):
             tell(warning)
         return metrics
 

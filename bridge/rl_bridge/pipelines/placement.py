@@ -1,6 +1,7 @@
 """The processes and engines of a pipeline: options of the command line, and a method for each engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Self, TypeVar
@@ -242,26 +243,33 @@ class Engines:
         factory = options.factory(self.source, tokenizer, sleep=self._turns is not None)
         engine = InferenceEngine(factory, executor=self.executor, name=f"{self._run}/rollout")
         self._engines.append(engine.build(mesh=Mesh(replicate=self.rollout_workers or len(self.executor.slots))))
-        if all(slot.device.startswith("cuda") for slot in self.executor.slots):
-            engine.cuda()
-        return self._taking_turns(engine)
+        with self._released_by_errors(engine):
+            if all(slot.device.startswith("cuda") for slot in self.executor.slots):
+                engine.cuda()
+            return self._taking_turns(engine)
 
     def _train(self, name: str, module: type[Scorer], *args: object, **options: object) -> TrainEngine:
         factory = partial(module, *args, **options, parallel=self.parallel)  # type: ignore[arg-type]
         engine = TrainEngine(factory, executor=self.executor, name=f"{self._run}/{name}")
         alone = [other for other in self._engines if self.rollout_workers and isinstance(other, InferenceEngine)]
         self._engines.append(engine.build(mesh=self.mesh, not_colocate_with=[*alone, *self.apart]))
-        try:
+        with self._released_by_errors(engine):
             notes = engine.call("notes")
-        except BaseException:
-            self._engines.remove(engine)
-            engine.release()  # nobody else has it yet
-            raise
         for note in notes:
             if note not in self.notes:
                 self.notes.append(note)
                 self.tell(note)
         return self._taking_turns(engine)
+
+    @contextmanager
+    def _released_by_errors(self, engine: Engine) -> Iterator[None]:
+        """Release an engine that nobody else has yet."""
+        try:
+            yield
+        except BaseException:
+            self._engines.remove(engine)
+            engine.release()
+            raise
 
     def _taking_turns(self, engine: AnEngine) -> AnEngine:
         if self._turns is not None:

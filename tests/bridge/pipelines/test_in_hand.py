@@ -1,0 +1,59 @@
+"""Inputs in hand of the policy's recipe are those of a file, and what cannot be trained is refused before a run."""
+
+from dataclasses import replace
+
+import pytest
+
+from rl_bridge import Mesh, Model
+from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.rewards import exact_match
+from rl_train.policy import run_policy
+from rl_train.policy_configs import quickstart
+from rl_train.policy_inputs import PolicyInputs
+from rl_train.policy_options import PolicyPipeline
+from tests.support.chat_templates import bytes_tokenizer
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1"}]}]
+PLAIN = [{"role": "user", "content": "1+1"}]
+
+
+def model_of(tokenizer):
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+
+
+@pytest.fixture
+def options(tmp_path):
+    start = quickstart()
+    return replace(start, output=tmp_path, sft=replace(start.sft, steps=0))
+
+
+def test_held_out_rows_in_hand_have_the_spelling_of_those_to_train_on(options):
+    model, row = model_of(bytes_tokenizer("chatml")), {"prompt": PARTS, "answer": "2"}
+    inputs = PolicyInputs.of(options, model, [row], [row], exact_match)
+    assert inputs.held_out == list(inputs.rows.rows) == [{"prompt": PLAIN, "answer": "2"}]
+
+
+@pytest.mark.parametrize("place", ["rows", "held_out"])
+def test_a_row_in_hand_that_the_model_cannot_read_is_refused(options, place):
+    model = model_of(character_tokenizer("0123456789+="))
+    rows = {"rows": [{"prompt": "1+1="}], "held_out": [{"prompt": "2+1="}]}
+    with pytest.raises(ValueError, match=r"'x'"):
+        PolicyInputs.of(options, model, **rows | {place: [{"prompt": "x"}]}, reward=exact_match)
+
+
+def test_statistics_of_a_batch_that_is_split_are_refused_before_a_run_begins(options, monkeypatch):
+    shared = PolicyPipeline.shared
+    monkeypatch.setattr(PolicyPipeline, "shared", lambda self: shared(self) | {"mesh": Mesh(shard=2)})
+    model, rows = (
+        model_of(character_tokenizer("0123456789+=")),
+        [{"prompt": f"{n}+1=", "answer": "2"} for n in range(9)],
+    )
+    options = replace(
+        options, objective=objective_options("kl_cov"), policy=replace(options.policy, prompts_per_step=2)
+    )
+    inputs = PolicyInputs.of(options, model, rows[2:], rows[:2], exact_match)
+    with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
+        run_policy(options, inputs=inputs)
+    assert not list(options.output.iterdir())
