@@ -73,8 +73,8 @@ def run_one(options: Mapping[str, Any], reward: Reward, name: str, seed: int, st
     tokenizer = character_tokenizer("0123456789+=")
     source = kind.for_tokenizer(tokenizer, hidden=64, layers=2, heads=heads, seed=seed)
     train, held_out = split_rows(ROWS, HELD_OUT, seed)
-    inputs = PolicyInputs.of(pipeline, Model(source, tokenizer), train, held_out, reward)
-    summary = run_policy(pipeline, inputs=inputs)
+    inputs = Model(source, tokenizer), train, held_out, reward
+    summary = run_policy(pipeline, read=lambda options: PolicyInputs.of(options, *inputs))
     lines = (folder / pipeline.name / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [record for record in map(json.loads, lines) if record["stage"] == "policy"]
     archive = folder / pipeline.name / "pareto.json"

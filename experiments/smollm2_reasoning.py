@@ -48,6 +48,11 @@ DEFAULT = PolicyPipeline(
 
 def main(pipeline: PolicyPipeline) -> dict:
     """Run the pipeline on the tasks above; returns the summary."""
+    return run_policy(pipeline, observers_of(pipeline), inputs_of)
+
+
+def inputs_of(pipeline: PolicyPipeline) -> PolicyInputs:
+    """SmolLM2 and the rows of the tasks."""
     rows = [
         row
         for task, (arguments, size) in TASKS.items()
@@ -55,8 +60,7 @@ def main(pipeline: PolicyPipeline) -> dict:
     ]
     train, held_out = split_rows(rows, pipeline.held_out, seed=0)
     model, tokenizer = load_smollm2()
-    inputs = PolicyInputs.of(pipeline, Model(StateSource(model), tokenizer), train, held_out, reasoning_reward)
-    return run_policy(pipeline, observers_of(pipeline), inputs)
+    return PolicyInputs.of(pipeline, Model(StateSource(model), tokenizer), train, held_out, reasoning_reward)
 
 
 if __name__ == "__main__":

@@ -25,14 +25,16 @@ from rl_train.policy_options import PolicyPipeline
 
 
 def run_policy(
-    options: PolicyPipeline, observers: Sequence[Observer] = (), inputs: PolicyInputs | None = None
+    options: PolicyPipeline,
+    observers: Sequence[Observer] = (),
+    read: Callable[[PolicyPipeline], PolicyInputs] = inputs_of,
 ) -> dict[str, Any]:
     """Run the recipe to its end and return the summary that ``summary.json`` holds.
 
-    ``inputs``: a model, rows and a reward in hand. None: those that the options name.
+    ``read`` gives model, rows and rewards, once the run's processes are there: by default those that the options name.
     """
     options.begin()
-    inputs = inputs_of(options) if inputs is None else inputs
+    inputs = read(options)
     beside = settled(options, inputs)
     model, rows, config, warm_start = inputs.model, inputs.rows, options.policy, options.sft
     objective, control = options.objective_and_control()

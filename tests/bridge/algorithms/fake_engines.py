@@ -156,7 +156,7 @@ def run_loop(reward, objective=None, reference=None, steps=2, output=None, mesh=
         output = Path(folder) if output is None else output
         of_run = {"output": output, "seed": 7, "stop_after_skips": skips, "samples_every": 0}
         made = Options(policy=config, track_kl=reference is not None, sft=sft or WarmStart(), **of_run)
-        run_policy(made, inputs=PolicyInputs.of(made, MODEL, ROWS, ROWS[:5], reward))
+        run_policy(made, read=lambda options: PolicyInputs.of(options, MODEL, ROWS, ROWS[:5], reward))
         lines = (output / "policy" / "metrics.jsonl").read_text().splitlines()
     records = [{name: value for name, value in json.loads(line).items() if name not in OF_RUN} for line in lines]
     return SimpleNamespace(records=records, state=states[-1]), policy, rollout

@@ -240,7 +240,7 @@ def test_every_stage_of_a_recipe_is_in_charge_of_the_collector(model: Model, tmp
     counts: dict[str, Any] = {"steps": 2, "prompts_per_step": 2, "responses_per_prompt": 2}
     config = PolicyConfig(**counts, sampling=SamplingOptions(max_new_tokens=2))
     options = PolicyPipeline(policy=config, sft=WarmStart(steps=2, rows_per_step=2), output=tmp_path)
-    run_policy(options, [Steps()], PolicyInputs.of(options, model, rows, rows, lambda completion, row: 1.0))
+    run_policy(options, [Steps()], lambda own: PolicyInputs.of(own, model, rows, rows, lambda completion, row: 1.0))
     assert enabled == {"sft": [False] * 2, "policy": [False] * 2} and gc.isenabled()
 
     state = Rows(rows)

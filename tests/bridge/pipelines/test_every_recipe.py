@@ -65,7 +65,7 @@ def pipeline_of(recipe, folder, teacher, **options):
 
 def run(pipeline, start, tokenizer, rewards=even):
     model = Model(StateSource(start[0]), tokenizer)
-    run_policy(pipeline, inputs=PolicyInputs.of(pipeline, model, ROWS[:6], ROWS[6:], rewards))
+    run_policy(pipeline, read=lambda options: PolicyInputs.of(options, model, ROWS[:6], ROWS[6:], rewards))
     folder = pipeline.output / pipeline.name
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 

@@ -1,10 +1,12 @@
 """Inputs in hand of the policy's recipe are those of a file, and what cannot be trained is refused before a run."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from rl_bridge import Mesh, Model
+from rl_bridge.common.terminal import remark, remarks
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.rewards import exact_match
@@ -53,7 +55,19 @@ def test_statistics_of_a_batch_that_is_split_are_refused_before_a_run_begins(opt
     options = replace(
         options, objective=objective_options("kl_cov"), policy=replace(options.policy, prompts_per_step=2)
     )
-    inputs = PolicyInputs.of(options, model, rows[2:], rows[:2], exact_match)
+    read = partial(PolicyInputs.of, model=model, rows=rows[2:], held_out=rows[:2], reward=exact_match)
     with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
-        run_policy(options, inputs=inputs)
+        run_policy(options, read=read)
     assert not list(options.output.iterdir())
+
+
+def test_inputs_are_read_once_the_processes_are_there(options):
+    """Of what is said before, no record would have a line; and under torchrun each rank would read the rows."""
+    remark("said before the run")
+
+    def read(own):
+        assert own is options and remarks() == []
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_policy(options, read=read)

@@ -91,5 +91,5 @@ def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tmp_pat
     pipeline = replace(quickstart(), output=tmp_path, sft=WarmStart(steps=1, rows_per_step=1))
     model = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
     with pytest.raises(KeyboardInterrupt):
-        run_policy(pipeline, inputs=PolicyInputs.of(pipeline, model, [row] * 64, [row], exact_match))
+        run_policy(pipeline, read=lambda options: PolicyInputs.of(options, model, [row] * 64, [row], exact_match))
     assert tokenizer.decode(batches[0].tokens[batches[0].mask]) == "It is 2<|im_end|>"
