@@ -11,7 +11,7 @@ from rl_bridge.algorithms.policy_setup import require_parts
 from rl_bridge.data.census import Census
 from rl_bridge.data.rows import answered_row, policy_row
 from rl_bridge.environments import EnvironmentFactory
-from rl_bridge.loop.data import Model, Rows, any_row, in_hand
+from rl_bridge.loop.data import Model, Rows, in_hand
 from rl_bridge.loop.trained import Policy
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource
 from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
@@ -58,12 +58,13 @@ class PolicyInputs:
         """
         new_tokens = options.policy.sampling.max_new_tokens
         model.remark_on_ends()
+        rows, held_out = in_hand(rows), in_hand(held_out)
         both = [*rows, *held_out]
         check_rows(model.source, model.tokenizer, both, prompted(model.tokenizer), new_tokens=new_tokens)
         return cls(
             model=model,
             rows=Rows(rows, seed=options.seed),
-            held_out=in_hand(held_out, any_row),
+            held_out=held_out,
             rewards=reward if isinstance(reward, Rewards) else load(reward),
             census=Census.of_rows(rows, held_out) if census is None else census,
         )
@@ -88,9 +89,11 @@ def inputs_of(options: PolicyPipeline) -> PolicyInputs:
         imitated = imitated_rows(train)
         check_rows(source, tokenizer, imitated, supervised(tokenizer))
         remark_on_conversations(tokenizer, imitated, keys := model.keys_met("imitated"))
-        model.keys_met("prompts").read |= keys.read | keys.named  # the prompts are of the same rows
-    else:
-        remark_on_prompts(tokenizer, both, model.keys_met("prompts"))
+        of_prompts = model.keys_met("prompts")  # the prompts are of the same rows
+        of_prompts.read |= keys.read
+        of_prompts.named |= keys.named
+        of_prompts.words |= keys.words
+    remark_on_prompts(tokenizer, held_out if options.sft.steps else both, model.keys_met("prompts"))
     return inputs
 
 

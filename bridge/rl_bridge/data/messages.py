@@ -1,5 +1,6 @@
 """Messages in the user's rows: the many spellings that are written, and the one that everything behind reads."""
 
+import ast
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,17 +150,22 @@ def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str,
     {'prompt': [{'role': 'user', 'content': '1+1'}], 'note': '[{"role": "user", "content": ""}]'}
 
     Raises:
-        ValueError: half of a surrogate pair in one of these, with its place.
+        ValueError: half of a surrogate pair in one of these, with its place; or text of messages in another form.
     """
     read: dict[str, Any] = {}
     for name in dict.fromkeys((*CONVERSATIONS, *NUMBERED, *fields)):
         value = row.get(name)
         if hasattr(value, "tolist"):
             # A table's structs have the keys of all rows.
-            read[name] = _own(_listed(value))
-        elif isinstance(value, str) and name not in ("tools", ARGUMENTS) and '"role"' in value:
-            messages = _messages_in(value)
+            read[name] = value = _own(_listed(value))
+        if isinstance(value, str) and name not in ("tools", ARGUMENTS) and value.lstrip()[:1] in ("[", "{"):
+            messages = _messages_in(value) if '"role"' in value else None
             read |= {} if messages is None else {name: messages}
+            if messages is None and _means_messages(value):
+                raise ValueError(
+                    f"{name} is the text of messages in a form that is not read: give a list, or JSON text of messages "
+                    f"with role and content, got {shortened(value)}"
+                )
     require_characters(read)
     return {**row, **read}
 
@@ -181,6 +187,25 @@ def _messages_in(text: str) -> list[Any] | None:
         return None
     messages = [value] if isinstance(value, dict) else value
     return messages if isinstance(messages, list) and messages and all(map(_is_message, messages)) else None
+
+
+def _means_messages(text: str) -> bool:
+    """Whether the text, as JSON or as Python writes it, is of messages alone, those of ``from`` and ``value`` too."""
+    if not ("role" in text or "from" in text):
+        return False
+    value = None
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text.strip())
+            break
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    value = value.get("messages") if isinstance(value, dict) and len(value) == 1 else value
+    if not isinstance(value, list):
+        return _is_message(value)
+    return bool(value) and all(
+        _is_message(item) or (isinstance(item, dict) and item.keys() >= {"from", "value"}) for item in value
+    )
 
 
 def _is_message(value: Any) -> bool:

@@ -37,6 +37,8 @@ class KeyMemory:
     """Keys that were named as not read."""
     tries: Counter[str] = field(default_factory=Counter)
     """Rows with the key that were encoded without it, at most ``TRIES``."""
+    words: Counter[str] = field(default_factory=Counter)
+    """Messages of a role of which the template may leave words out that were looked at, at most ``TRIES``."""
 
 
 class UnreadColumns:

@@ -12,6 +12,7 @@ from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
+from rl_bridge.data.messages import Chat
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
 from rl_bridge.data.tasks import split_rows
@@ -24,7 +25,15 @@ from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
-from rl_bridge.models.row_checks import check_rows, prompted, remark_on_conversations, remark_on_prompts, supervised
+from rl_bridge.models.row_checks import (
+    chat_of_row,
+    check_rows,
+    prompted,
+    remark_on_conversations,
+    remark_on_prompts,
+    remark_on_words,
+    supervised,
+)
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
@@ -236,7 +245,7 @@ def in_hand(
 
 
 def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> None:
-    """Name once for a model the keys of rows that nothing reads: columns, and keys for the chat template.
+    """Name once for a model what nothing reads of rows: columns, keys for the chat template, words that it leaves out.
 
     Columns of rows that have a place, as those of a file, were named where they were read.
     """
@@ -248,7 +257,10 @@ def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = 
             unread.look(row, f"row {number}", unread_responses(row) if imitated else ())
     unread.remark("" if imitated else " (but by a reward or an environment of your own)", model.columns_named(kind))
     read = (supervised if imitated else prompted)(model.tokenizer)
-    remark_on_keys(rows, lambda row: read(row)[1], model.keys_met(kind))
+    memory = model.keys_met(kind)
+    remark_on_keys(rows, lambda row: read(row)[1], memory)
+    chats = (lambda row: [chat_of_row(row)]) if imitated else (lambda row: [Chat.of(row)])
+    remark_on_words(model.tokenizer, rows, chats, generation_prompt=not imitated, memory=memory)
 
 
 def any_row(row: Any) -> Any:

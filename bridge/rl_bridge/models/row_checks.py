@@ -21,7 +21,7 @@ from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
 from rl_bridge.data.rows import imitated_field, missing, policy_row, refuse, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
-from rl_bridge.data.unread_keys import TRIES, KeyMemory, remark_on_keys
+from rl_bridge.data.unread_keys import SUPERVISED_KEYS, TRIES, KeyMemory, UnreadColumns, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
 from rl_bridge.models.left_out import ADVICE, left_out
@@ -183,6 +183,7 @@ def remark_on_prompts(
     """
     remark_on_keys(rows, lambda row: prompted(tokenizer)(row)[1], memory)
     remark_on_words(tokenizer, rows, lambda row: [Chat.of(row)], generation_prompt=True)
+    _all_looked_at([Chat.of(row) for row in rows], memory)
 
 
 def remark_on_conversations(
@@ -196,6 +197,14 @@ def remark_on_conversations(
     remark_on_keys(rows, lambda row: supervised(tokenizer, apply_chat_template=apply_chat_template)(row)[1], memory)
     if apply_chat_template:
         remark_on_words(tokenizer, rows, lambda row: [chat_of_row(row)])
+        _all_looked_at([chat_of_row(row) for row in rows], memory)
+
+
+def _all_looked_at(chats: Iterable[Chat], memory: KeyMemory | None) -> None:
+    """Remember the roles of chats of which what is left out was named: later rows are among these."""
+    if memory is not None:
+        messages = (message for chat in chats if not isinstance(chat.prompt, str) for message in chat.prompt)
+        memory.words.update(dict.fromkeys((m["role"] for m in messages if isinstance(m, Mapping)), TRIES))
 
 
 def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -207,9 +216,10 @@ def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     read: list[dict[str, Any]] = []
     bad: list[str] = []
     beside: dict[tuple[str, str], list[str]] = {}
-    total = 0
+    total, unread = 0, UnreadColumns(SUPERVISED_KEYS)
     for total, row in enumerate(rows, 1):
         where = row.get("_where", f"row {total}")
+        unread.look(row, where)
         try:
             read.append(supervised_row(row))
         except ValueError as error:
@@ -218,6 +228,7 @@ def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for other in unread_responses(read[-1]):
             beside.setdefault((imitated_field(read[-1]), other), []).append(where)
     refuse(bad, total)
+    unread.remark(" by the warm start")
     for (field, other), places in beside.items():
         remark(
             f"the warm start imitates `{field}` and not `{other}`, which says something else: {len(places)} of {total} "
@@ -238,28 +249,31 @@ def remark_on_words(
     chats: Callable[[Mapping[str, Any]], Iterable[Chat]],
     *,
     generation_prompt: bool = False,
+    memory: KeyMemory | None = None,
 ) -> None:
     """Name once by role what the chat template leaves out of the messages: the rows, the characters, the first words.
 
     ``chats`` gives the conversations of a row, of which the one that loses most counts. With ``generation_prompt`` they
-    are prompts, behind which the model replies.
+    are prompts, behind which the model replies. With ``memory`` rows come a few at a time: ``TRIES`` messages of a role
+    are looked at, and none of a role that was named.
     """
     count: Counter[str] = Counter()
     characters: Counter[str] = Counter()
     first: dict[str, str] = {}
-    tries: Counter[str] = Counter()
-    total = 0
+    tries: Counter[str] = Counter() if memory is None else memory.words
+    most, total = math.inf if memory is None else TRIES, 0
     for total, row in enumerate(rows, 1):
         lengths: Counter[str] = Counter()
         for chat in chats(row):
             of_chat: Counter[str] = Counter()
-            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt):
+            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt, most):
                 of_chat[role] += len(words)
                 first.setdefault(role, f"{row.get('_where', f'row {total}')}, {shortened(words, 80)}")
             lengths |= of_chat  # completions of one prompt share what it loses
         count.update(lengths.keys())
         characters.update(lengths)
     for role, rows_with in count.items():
+        tries[role] += TRIES
         remark(
             f"{template_of(tokenizer)} leaves out {characters[role]} characters of what {role} says in {rows_with} of "
             f"{total} rows: first {first[role]}; {ADVICE}"
@@ -267,19 +281,24 @@ def remark_on_words(
 
 
 def _words_left_out(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool, most: float
 ) -> Iterator[tuple[str, str]]:
     """(Role, words) of each message of which the template leaves something out. ``tries``: messages by their role.
 
-    Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text.
+    Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text. Those
+    behind the first ``most`` are not looked at.
     """
     if isinstance(chat.prompt, str) or not all(isinstance(message, Mapping) for message in chat.prompt):
+        return
+    if all(tries[message["role"]] >= most for message in chat.prompt):
         return
     try:
         text = rendered(tokenizer, chat, generation_prompt=generation_prompt)
     except ValueError:  # a row that the template refuses is refused with its words
         return
     for place, message in enumerate(chat.prompt):
+        if tries[message["role"]] >= most:
+            continue
         tries[message["role"]] += 1
         doubtful = tries[message["role"]] <= TRIES
         expected = None if doubtful else text
@@ -379,10 +398,16 @@ def require_room(
     """
     encode, bad, total = prompted(tokenizer), [], 0
     for total, row in enumerate(rows, 1):
-        if (count := len(encode(policy_row(row) if missing(row, "prompt") else row)[1])) + new_tokens > longest:
+        where = row.get("_where", f"row {total}")
+        try:
+            count = len(encode(policy_row(row) if missing(row, "prompt") else row)[1])
+        except ValueError as error:
+            bad.append(f"{where}: {error}")
+            continue
+        if count + new_tokens > longest:
             bad.append(
-                f"{row.get('_where', f'row {total}')}: the row has {count} tokens and {new_tokens} are sampled behind; "
-                f"the engine holds {longest} (--rollout.vllm.max-model-len, or the model's positions)"
+                f"{where}: the row has {count} tokens and {new_tokens} are sampled behind; the engine holds {longest} "
+                "(--rollout.vllm.max-model-len, or the model's positions)"
             )
     refuse(bad, total)
 

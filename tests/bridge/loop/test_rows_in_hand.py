@@ -20,6 +20,7 @@ from rl_bridge import (
 )
 from rl_bridge.common.terminal import remarks
 from rl_bridge.loop import trained
+from rl_bridge.loop.data import in_hand
 from rl_bridge.models.small import TinySource
 from tests.support.chat_templates import bytes_tokenizer
 
@@ -86,8 +87,8 @@ def without_place(row):
 def test_prompts_in_hand_are_those_of_load_rows(rollout, spelling):
     row = PROMPTS[spelling]
     (read,) = load_rows([row]).take(1)
-    for in_hand in (Rows([row]).take(1)[0], rollout.generate([row], SAMPLING).trajectories[0].row):
-        assert in_hand == without_place(read)
+    for one_row in (Rows([row]).take(1)[0], rollout.generate([row], SAMPLING).trajectories[0].row):
+        assert one_row == without_place(read)
     (drawn,), (expected,) = (rollout.generate([one], SAMPLING).trajectories for one in (row, read))
     assert (drawn.tokens, drawn.messages) == (expected.tokens, expected.messages)
 
@@ -227,3 +228,30 @@ def test_keys_of_rows_to_imitate_that_nothing_reads_are_named_once_where_rows_me
     assert met(model, lambda batch: meet(Rows(batch, seed=1).take(2)), rows)[1:] == [
         NAMED.format("1 rows that have it")
     ]
+
+
+DROPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' and '</think>' in m['content'] %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_words_that_a_template_leaves_out_of_rows_in_hand_are_named_once(at_a_time, loaded, tmp_path):
+    """As those of a file are: an example in a prompt whose thoughts the model would not read."""
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template, tokenizer.pad_token = DROPS, tokenizer.eos_token
+    own = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    shown = [{"role": "assistant", "content": "<think>one and one</think>2"}, {"role": "user", "content": "2+2?"}]
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}, *shown]} for n in range(6)]
+    remarks()
+    if loaded:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        load_rows(str(tmp_path / "rows.jsonl"), own)
+    for start in range(0, len(rows), at_a_time):
+        in_hand(rows[start : start + at_a_time], model=own)
+    named = [line for line in remarks() if "leaves out" in line]
+    assert len(named) == 1 and "of what assistant says" in named[0] and "<think>oneandone</think>" in named[0]

@@ -37,6 +37,26 @@ def test_held_out_rows_in_hand_have_the_spelling_of_those_to_train_on(options):
     assert inputs.held_out == list(inputs.rows.rows) == [{"prompt": PLAIN, "answer": "2"}]
 
 
+@pytest.mark.parametrize("template", ["chatml", "phi3"])
+@pytest.mark.parametrize("row", [{"prompt": PARTS}, {"messages": PARTS}], ids=["prompt", "messages"])
+def test_rows_in_hand_are_checked_in_the_spelling_that_is_read(options, template, row):
+    """A template may join texts, of which a content in parts is none."""
+    texts = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + eos_token }}{% endfor %}"
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = tokenizer.chat_template if template == "chatml" else texts
+    inputs = PolicyInputs.of(
+        options, model_of(tokenizer), [row | {"answer": "2"}], [row | {"answer": "2"}], exact_match
+    )
+    assert inputs.held_out[0]["prompt"] == inputs.rows.rows[0]["prompt"] == PLAIN
+
+
+def test_a_row_in_hand_without_a_prompt_is_refused(options):
+    with pytest.raises(ValueError, match=r"row 2: .*prompt"):
+        PolicyInputs.of(
+            options, model_of(character_tokenizer("01+=")), [{"prompt": "1+1="}, {"answer": "2"}], [], exact_match
+        )
+
+
 @pytest.mark.parametrize("place", ["rows", "held_out"])
 def test_a_row_in_hand_that_the_model_cannot_read_is_refused(options, place):
     model = model_of(character_tokenizer("0123456789+="))

@@ -77,6 +77,14 @@ def test_the_field_that_is_imitated_is_named(other):
     assert remarks() == [BESIDE.format("messages", other, "rows")]
 
 
+def test_a_label_that_the_warm_start_does_not_read_is_named():
+    """As in supervised fine-tuning: a completion that was marked as bad is imitated all the same."""
+    rows = [{"prompt": "1+1=", "answer": "2", "label": False}, {"prompt": "1+2=", "answer": "3"}]
+    remarks()
+    assert len(imitated_rows(rows)) == 2
+    assert remarks() == ["row key `label` is not read by the warm start: 1 of 2 rows have it, first row 1"]
+
+
 def test_the_warm_start_reads_responses_as_supervision_does(monkeypatch, tmp_path, tokenizer):
     update, batches = Policy.update, []
 
