@@ -78,12 +78,13 @@ def remark_on_keys(
     rows: Iterable[Mapping[str, Any]],
     encode: Callable[[Mapping[str, Any]], Sequence[int]],
     memory: KeyMemory | None = None,
+    by: str = "",
 ) -> None:
     """Name each key for the chat template without which no row has other tokens.
 
     ``encode`` gives the tokens of a row, of which it reads messages, ``tools`` and ``chat_template_kwargs``.
     ``memory`` has the keys of earlier calls, and gets these. A key is named once, and tried on until ``TRIES`` rows of
-    all calls had it. One that is read after all is named once more.
+    all calls had it. One that is read after all is named once more. ``by``: whoever else than the policy reads rows.
     """
     memory = KeyMemory() if memory is None else memory
     count: Counter[str] = Counter()
@@ -100,7 +101,7 @@ def remark_on_keys(
                 if moves:
                     memory.read.add(name)
                     if name in memory.named:
-                        remark(f"{name} is read after all: it changes tokens of a later row{_at(', ', row)}")
+                        remark(f"{name} is read after all{by}: it changes tokens of a later row{_at(', ', row)}")
                     continue
             count[name] += 1
             first.setdefault(name, row)
@@ -109,7 +110,7 @@ def remark_on_keys(
             memory.named.add(name)
             tries = min(count[name], TRIES)
             rows_with = f"{tries} rows that have it" if tries == count[name] else f"the first {tries} of {count[name]}"
-            remark(f"{name} is not read: it changes no token of {rows_with}{_at(', first ', first[name])}")
+            remark(f"{name} is not read{by}: it changes no token of {rows_with}{_at(', first ', first[name])}")
 
 
 def _without_each(row: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:

@@ -12,7 +12,7 @@ from rl_bridge.engines.engine import Turns
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model, any_row, draw, in_hand
+from rl_bridge.loop.data import Model, any_row, draw, in_hand, name_unread
 from rl_bridge.loop.groups import Groups
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.parallel.config import ParallelConfig
@@ -129,6 +129,9 @@ class Rollout:
             raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
         if environment is not None:
             return load_environment(environment) if isinstance(environment, str) else environment
+        # Rows are shown with the functions in the place of tools of their own.
+        prompts = [{**row, "tools": ()} for row in rows if isinstance(row, Mapping) and row.get("prompt")]
+        name_unread(self.model, prompts)
         key = (*tools, parse)
         if key not in self._tools:
             self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}

@@ -10,7 +10,7 @@ from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shorte
 from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
-from rl_bridge.models.left_out import require_every, require_whole
+from rl_bridge.models.left_out import require_calls, require_every, require_whole
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -55,6 +55,7 @@ def encode_row(
     *,
     apply_chat_template: bool = True,
     to_end: bool = False,
+    require_messages: bool = True,
 ) -> Trajectory:
     """The row as if the policy had drawn what the assistant says: the loss counts these tokens, each turn with its end.
 
@@ -66,11 +67,14 @@ def encode_row(
 
     With ``to_end`` a conversation ends as the template ends it, with a line's end behind the turn for example, and with
     nothing else: the tokens that a classifier of transformers is given. Else the last token is the last one drawn.
+    Without ``require_messages`` a template may leave out whole messages, and calls of tools: whoever scores with
+    another's model names these.
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
-            that changes earlier tokens when a message is added, begins another reply behind the last one, or, without
-            ``to_end``, leaves out words of a turn that counts or a whole message before it.
+            that changes earlier tokens when a message is added, leaves out a whole message before the last turn or a
+            call of a turn that counts, or, without ``to_end``, begins another reply behind the last one or leaves out
+            words of a turn that counts.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -94,8 +98,10 @@ def encode_row(
         add(encode_prompt(tokenizer, row["prompt"]))
         add_turn(text_of(row[alone]), alone)
     elif not apply_chat_template:
-        for message in messages:
+        for place, message in enumerate(messages):
             if message["role"] == "assistant":
+                if is_trained(message) and require_messages:
+                    require_calls(None, chat, place, "")
                 add_turn(content_of(message), "conversation", counts=is_trained(message))
             elif text := content_of(message):
                 add(of(text, "conversation"))
@@ -109,7 +115,7 @@ def encode_row(
             )
         turns = dict.fromkeys((place for place, message in enumerate(messages) if is_trained(message)), "")
         texts = list(spans(tokenizer, chat))
-        if not to_end and texts:
+        if texts and require_messages:
             last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
             written = "".join(text for text, _ in texts)
             require_every(tokenizer, replace(chat, prompt=messages[: last + 1]), written, generation_prompt=False)
@@ -125,6 +131,8 @@ def encode_row(
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
         for place, text in () if to_end else turns.items():
             require_whole(tokenizer, chat, place, text)
+        for place, text in turns.items() if require_messages else ():
+            require_calls(tokenizer, chat, place, text)
     return _trajectory(tokens, mask, row, messages, tuple(chat.tools), to_end=to_end)
 
 

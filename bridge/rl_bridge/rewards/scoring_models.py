@@ -264,7 +264,7 @@ class RewardModel:
     The number is transformers' own, whoever trained the model. Its input is the conversation up to the assistant's last
     message, as the model's chat template renders a conversation to its end; it is read at the last token that is not
     the padding of config.json. Contents are concatenated, each turn with its end token, where the tokenizer has no
-    template.
+    template. Words, tools and keys of messages that the template leaves out are named once.
     """
 
     def __init__(self, name: str, *, micro_batch_tokens: int = MICRO_BATCH_TOKENS) -> None:
@@ -276,6 +276,7 @@ class RewardModel:
         # Not at the top: most runs have no reward model, and a reward's own process needs no torch.
         import torch
 
+        from rl_bridge.data.unread_keys import KeyMemory
         from rl_bridge.models.model_source import PretrainedValueSource
         from rl_bridge.models.pretrained import tokenizer_of
         from rl_bridge.models.row_checks import Fits
@@ -287,6 +288,7 @@ class RewardModel:
         self._source.check(empty)
         self._tokenizer: PreTrainedTokenizerBase = tokenizer_of(name)
         self._fits = Fits(empty, self._tokenizer)
+        self._keys = KeyMemory()
         self._model: PreTrainedModel | None = None
 
     def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
@@ -328,14 +330,27 @@ class RewardModel:
         return self._model
 
     def _encoded(self, trajectory: Trajectory, place: int) -> Trajectory:
+        from rl_bridge.data.unread_keys import remark_on_keys
         from rl_bridge.models.encoding import encode_row
+        from rl_bridge.models.row_checks import chat_of_row, remark_on_words
+
+        template = bool(self._tokenizer.chat_template)
+        reading: dict[str, bool] = {"apply_chat_template": template, "to_end": True, "require_messages": False}
+
+        def encoded(row: Mapping[str, Any]) -> Trajectory:
+            return encode_row(self._tokenizer, row, **reading)
 
         row = {"messages": list(trajectory.messages), "tools": trajectory.tools}
         row[ARGUMENTS] = arguments_of(trajectory.row)
+        row |= {"_where": trajectory.row["_where"]} if "_where" in trajectory.row else {}
         try:
-            template = bool(self._tokenizer.chat_template)
-            encoded = encode_row(self._tokenizer, row, apply_chat_template=template, to_end=True)
-            self._fits.require_tokens(encoded.tokens)
-            return encoded
+            tokens = encoded(row)
+            self._fits.require_tokens(tokens.tokens)
         except ValueError as error:
             raise RowFailed(place, f"the reward model {self.name!r} cannot read the conversation: {error}") from error
+        # The model reads less than the policy did where its template writes less.
+        named: dict[str, Any] = {"memory": self._keys, "by": f" by the reward model {self.name!r}"}
+        remark_on_keys([row], lambda row: encoded(row).tokens, **named)
+        if template:
+            remark_on_words(self._tokenizer, [row], lambda row: [chat_of_row(row)], memory=self._keys)
+        return tokens

@@ -191,7 +191,8 @@ def test_tools_reach_a_reward_model_a_judge_and_an_endpoint(arguments):
     drawn = turn_of(tokenizer, "12")
     trajectory = completed(tokenizer, request, 0, prompt=encode_prompt(tokenizer, chat), drawn=drawn, version=0)
     model = object.__new__(RewardModel)
-    model.__dict__ |= {"_tokenizer": tokenizer, "name": "m", "_fits": SimpleNamespace(require_tokens=lambda _: None)}
+    fits = SimpleNamespace(require_tokens=lambda _: None)
+    model.__dict__ |= {"_tokenizer": tokenizer, "name": "m", "_fits": fits, "_keys": KeyMemory()}
     encoded = model._encoded(replace(trajectory, row=row), 0)
     said = [USER, {"role": "assistant", "content": "12"}]
     assert list(encoded.tokens) == template_ids(tokenizer, said, tools=TOOLS, arguments=arguments)
@@ -349,7 +350,11 @@ def test_calls_that_a_template_does_not_write_are_named():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     row = {"messages": [USER, call, {"role": "tool", "content": "2"}, SAYS]}
     assert named(tokenizer_of(), "supervised", row) == []
+    with pytest.raises(ValueError, match=r"leaves out the call 'f' with {} of message 1"):
+        encode_row(bytes_tokenizer("chatml"), supervised_row(row))
+    row["messages"][1] = {**call, "weight": 0}
     assert named(bytes_tokenizer("chatml"), "supervised", row) == ["tool_calls"]
+    assert named(bytes_tokenizer("chatml"), "policy", {"prompt": row["messages"][:3]}) == ["tool_calls"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -43,7 +43,7 @@ SUPERVISED = {
     "a weight": {"messages": [PLAIN, WRONG | {"weight": 0}, USER, RIGHT]},
     "a flag": {"messages": [PLAIN, WRONG | {"train": False}, USER, RIGHT]},
     "parts": {"prompt": [USER], "response": [RIGHT | {"content": PARTS}]},
-    "a call": {"messages": [USER, CALL, {"role": "tool", "content": "1"}, RIGHT]},
+    "a call": {"messages": [USER, CALL | {"weight": 0}, {"role": "tool", "content": "1"}, RIGHT]},
     "an answer": {"prompt": "What now?", "answer": 2},
 }
 
@@ -168,15 +168,31 @@ def prompts(model, rollout):
     """Ways of prompts to a model, by name."""
     policy = Policy(model, rl_fn.recipes.grpo().replace(kl=None), AdamW(1e-3))
 
-    def ahead(rows):
-        with Ahead(rollout, policy, Rows(rows), lambda c, row: 0.0, SAMPLING, prompts=2, steps=1):
+    def ahead(rows, **options):
+        with Ahead(rollout, policy, Rows(rows), lambda c, row: 0.0, SAMPLING, prompts=2, steps=1, **options):
             pass
 
-    yield {"generate": lambda rows: rollout.generate(rows, SAMPLING), "ahead": ahead}
+    tools = {"tools": [add], "parse": lambda text: []}
+    yield {
+        "generate": lambda rows: rollout.generate(rows, SAMPLING),
+        "converse": lambda rows: rollout.converse(rows, SAMPLING, **tools),
+        "ahead": ahead,
+        "ahead, tools": lambda rows: ahead(rows, **tools),
+    }
     policy.release()
 
 
-@pytest.mark.parametrize("way", ["generate", "ahead"])
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+@pytest.mark.parametrize("way", ["generate", "converse", "ahead", "ahead, tools"])
 def test_keys_of_prompts_that_nothing_reads_are_named_once_where_rows_meet_a_model(model, prompts, way):
     meet, rows = prompts[way], [PROMPTS["text"], UNREAD_KEY | UNREAD_COLUMN]
     assert met(model, meet, rows) == [COLUMN.format(MAYBE), NAMED.format("1 rows that have it")]

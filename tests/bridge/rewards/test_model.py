@@ -1,12 +1,16 @@
 """A trained reward model as a reward: a folder of transformers' own format."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
+from rl_bridge.common.terminal import remarks
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.rewards import RewardError, load
-from tests.support.chat_templates import bytes_tokenizer
+from rl_bridge.rewards.scoring_models import RewardModel
+from tests.support.chat_templates import CHATML, bytes_tokenizer
 from tests.support.reward_batches import trajectories, values
 
 
@@ -41,6 +45,51 @@ def test_the_scores_are_those_of_transformers_on_the_template_s_tokens(tmp_path,
             wanted = reference(torch.tensor([tokens])).logits[0, 0]
         torch.testing.assert_close(torch.tensor(value), wanted, rtol=1e-5, atol=1e-5)
     assert len(set(found)) == 3
+
+
+ASKED, SAID = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+LEFT_OUT = {
+    "a role": (
+        CHATML.replace("in messages %}", "in messages if m.role != 'system' %}", 1),
+        [{"role": "system", "content": "Be brief."}, ASKED, SAID],
+        "leaves out 8 characters of what system says in 1 of 1 rows: first a, row 1, 'Bebrief.'",
+    ),
+    "thoughts": (
+        CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+        [ASKED, SAID | {"content": "<think>so</think>2"}],
+        "leaves out 17 characters of what assistant says in 1 of 1 rows: first a, row 1, '<think>so</think>'",
+    ),
+    "a key": (
+        CHATML,
+        [ASKED | {"name": "Ann"}, SAID],
+        "message key `name` is not read by the reward model {}: it changes no token of 1 rows that have it",
+    ),
+    "tools": (CHATML, [ASKED, SAID], "row key `tools` is not read by the reward model {}: it changes no token of 1"),
+    "nothing": (CHATML, [{"role": "system", "content": "Be brief."}, ASKED, SAID], None),
+}
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_less_than_the_policy_s_conversation_is_read_and_named_once(tmp_path, case):
+    """The number stays that of transformers on the template's tokens."""
+    template, messages, words = LEFT_OUT[case]
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = template
+    folder = made(tmp_path, tokenizer)
+    model = RewardModel(folder)
+    row = {"prompt": messages[:-1], "_where": "a, row 1"}
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    (trajectory,) = trajectories("2")
+    tools = (schema,) if case == "tools" else ()
+    trajectory = dataclasses.replace(trajectory, messages=tuple(messages), row=row, tools=tools)
+    remarks()
+    numbers = [model([trajectory])[0] for _ in range(2)]
+    named = remarks()
+    assert len(named) == (0 if words is None else 1) and (words or "").format(repr(folder)) in "".join(named)
+    tokens = tokenizer.apply_chat_template([dict(m) for m in messages], return_dict=False)
+    with torch.no_grad():
+        expected = AutoModelForSequenceClassification.from_pretrained(folder)(torch.tensor([tokens])).logits[0, 0]
+    assert numbers == pytest.approx([expected.item()] * 2, rel=1e-5)
 
 
 def test_the_tokens_of_the_policy_do_not_matter(tmp_path):
