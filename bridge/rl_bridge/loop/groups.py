@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -54,6 +54,8 @@ class Groups:
     """When they were drawn, among draws and updates; None where weights may be older by design (``Ahead``)."""
     weights_of: object = None
     """The object whose weights drew them (``Policy.weights_of``); None if nobody gave the rollout weights."""
+    scored_by: "ScoredBy | None" = field(default=None, repr=False)
+    """The rewards that ``score`` was called with, and what it made of these."""
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -111,7 +113,17 @@ class Groups:
             self._require_baseline(greedy)
             baseline = baseline_of(rewards.score(greedy.trajectories), rewards, **making)
         sampled = rewarded(rewards.score(self.trajectories), rewards, self.sampling.n, greedy=baseline, **making)
-        return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+        scored_by = ScoredBy(rewards=rewards, options={**making, "scalar": asdict(making["scalar"]), "none": none})
+        return replace(self, trajectories=sampled.trajectories, sampled=sampled, scored_by=scored_by)
+
+    def settings(self) -> dict[str, Any]:
+        """How these were sampled, without the seed, and scored: numbers, texts, and the fingerprint of the rewards.
+
+        >>> Groups(trajectories=[], sampling=SamplingParams(n=4), pad_token=0).settings()["sampling.n"]
+        4
+        """
+        sampling = {f"sampling.{name}": value for name, value in asdict(self.sampling).items() if name != "seed"}
+        return sampling | ({} if self.scored_by is None else self.scored_by.settings())
 
     def _require_baseline(self, greedy: "Groups") -> None:
         """Refuse a baseline that is not of these prompts, each with one greedy completion."""
@@ -224,6 +236,20 @@ class Groups:
         named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
         failed = {f"held_out_{name}": share for name, share in failures(self.trajectories).items()}
         return with_ends(named) | {"held_out": sum(scores) / len(scores)} | failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBy:
+    """How completions got their rewards."""
+
+    rewards: Rewards
+    options: Mapping[str, Any]
+    """Those of ``Groups.score``."""
+
+    def settings(self) -> dict[str, Any]:
+        """The options of ``score`` by name, and the fingerprint of the rewards' files, names and weights."""
+        options = {f"score.{name}": value for name, value in self.options.items() if name != "max_new_tokens"}
+        return options | {"the reward or its file": self.rewards.fingerprint}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ from typing import Any, Literal, Protocol, Self
 
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.common.scalars import plain_scalar
-from rl_bridge.common.terminal import remarks, tell
+from rl_bridge.common.terminal import remark, remarks, tell
 from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import Part, Rows, changed
+from rl_bridge.loop.groups import Groups
 from rl_bridge.loop.scored import Metrics, Scored
 from rl_bridge.loop.trained import Policy
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
@@ -44,7 +45,8 @@ class Run:
 
     ``state`` are the objects that change from step to step: the policy, the rows, a critic, a reference that follows.
     With ``resume`` the loop goes on from the newest checkpoint, with the same numbers to the bit, if ``state`` is whole
-    and a step's random numbers are made of its number (``SamplingParams(seed=step)``). ``samples_kept`` completions of
+    and a step's random numbers are made of its number (``SamplingParams(seed=step)``). Another number of steps, and
+    another sampling or reward of the logged groups than the run began with, are named. ``samples_kept`` completions of
     every ``samples_every`` steps are in completions.jsonl, with what the loss had of each token; 0 keeps none.
 
     >>> with Run("grpo", state=[policy, rows]) as run:  # doctest: +SKIP
@@ -155,6 +157,7 @@ class Run:
         self._step: int | None = None
         self._stages: list[str] = []
         self._entered = False
+        self._compared: set[str] = set()
         self._done, self._result = dict[str, int](), dict[str, Any]()
         """Steps of each stage that have their record."""
         self.summary: dict[str, Any] = {}
@@ -224,6 +227,7 @@ class Run:
         else:  # a run that is resumed in this stage syncs the first weights, and takes back what a checkpoint holds
             _require_whole([part for part in changed if isinstance(part, Scored)], list(parts.values()))
         self._stages.append(stage)
+        self._compare(f"{stage}, steps", {"steps": total})
         self._run.keep_remarks(remarks())
         holders = _holders(parts)
         policies = [part for part in parts.values() if isinstance(part, Policy)]
@@ -270,10 +274,28 @@ class Run:
                     f"{{f'second/{{name}}': number for name, number in …}}"
                 )
             metrics |= {name: _number(name, number) for name, number in numbers.items()}
+        for place, groups in enumerate(part for part in measured if isinstance(part, Groups)):
+            self._compare(f"{self._stages[-1]}, groups {place}", groups.settings)
         last = updates[-1] if updates else None
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
         self._done[self._stages[-1]], self._step = self._step + 1, None
+
+    def _compare(self, name: str, settings: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
+        """Name what the program has changed since the run began, once: settings that stand in no object of the state.
+
+        A recipe's options are compared when its run is opened.
+        """
+        if not self._named or name in self._compared:
+            return
+        self._compared.add(name)
+        own = _json(name, dict(settings() if callable(settings) else settings))
+        first = self._run.cached_result(f"settings/{name}", lambda: own)
+        changes = [
+            f"{key} {first.get(key)!r} → {own.get(key)!r}" for key in {**first, **own} if first.get(key) != own.get(key)
+        ]
+        if changes:
+            remark(f"this run began with other settings than the program has now ({name}): {'; '.join(changes)}")
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result in JSON's types that is computed once in a run's life: a resumed run has the first one.

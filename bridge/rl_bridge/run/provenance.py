@@ -127,7 +127,10 @@ def of_function(function: Callable[..., Any]) -> str:
     name = f"{definition.__module__}.{definition.__qualname__}"
     if definition.__module__.split(".")[0] in ("rl_bridge", "rl_fn", "builtins"):
         return name
-    file = inspect.getsourcefile(definition)
+    try:
+        file = inspect.getsourcefile(definition)
+    except TypeError:  # a class of an interactive session has no file
+        file = None
     content = content_of(Path(file)) if file is not None and Path(file).is_file() else ""
     return f"{definition.__qualname__}:{content[:16]}"
 

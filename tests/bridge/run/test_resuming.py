@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -186,3 +188,9 @@ def test_fingerprints_are_of_what_is_there_not_of_where_it_lies(tmp_path):
     assert sources["a"] == sources["b"] != sources["c"]
     assert of_function(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
     assert of_function(exact_match) == "rl_bridge.rewards.sources.exact_match"
+
+
+def test_an_object_of_an_interactive_session_has_its_class_s_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "session", ModuleType("session"))  # without a file
+    kind = type("Reward", (), {"__module__": "session", "__call__": lambda self, completion, row: 0.0})
+    assert of_function(kind()) == "Reward:"
