@@ -31,10 +31,15 @@ class RecipeOptions(TrainingOptions):
         """The run's optimiser, or another one, with the length of its schedule."""
         return AdamW(**asdict(self.optimizer if optimizer is None else optimizer), total=updates)
 
-    def shared(self, apart: int = 0) -> dict[str, Any]:
-        """Arguments of the trained model and of those beside it, with no part in ``apart`` workers."""
+    @property
+    def workers_apart(self) -> int:
+        """Workers in which the trained model has no part."""
+        return 0
+
+    def shared(self) -> dict[str, Any]:
+        """Arguments of the trained model and of those beside it."""
         return {
-            "mesh": self.mesh.of(len(current_executor().slots) - apart),
+            "mesh": self.mesh.of(len(current_executor().slots) - self.workers_apart),
             "scoring": self.scoring(),
             "parallel": self.parallel(),
             "turns": Turns() if self.offload == "phases" else None,

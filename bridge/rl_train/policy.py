@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.algorithms.evaluation import Evaluator, gain, write_samples
-from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.algorithms.policy_setup import PolicyConfig, seed_of
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.data import NLL
@@ -212,7 +212,7 @@ def draw(
     while True:
         prompts, count = rows.take(config.prompts_per_step), config.responses_per_prompt
         # Seeds of further rounds are those of no step.
-        sampling = config.sampling.params(n=count, seed=options.seed_of(step) + (len(rounds) << 48))
+        sampling = config.sampling.params(n=count, seed=seed_of(options.seed, step) + (len(rounds) << 48))
         groups, greedy = generate(prompts, sampling), None
         if "greedy_rewards" in objective.required_rollout_fields:
             greedy = generate(prompts, config.sampling.params().greedily())

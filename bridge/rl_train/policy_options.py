@@ -168,10 +168,6 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         """How policy, old policy and reference of this run are scored: at the temperature of sampling."""
         return super().scoring(self.policy.sampling.temperature if temperature is None else temperature)
 
-    def seed_of(self, step: int) -> int:
-        """The seed of a step's random numbers."""
-        return self.seed * 1_000_003 + step
-
     @property
     def scale(self) -> str:
         """The name of a mean reward: accuracy for the default reward, which is 1 or 0."""
@@ -192,9 +188,10 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         """Updates of the policy: those of the first steps may be the critic's alone."""
         return (self.policy.steps - self.policy.critic_warmup) * self.policy.updates_per_step
 
-    def shared(self, apart: int = 0) -> dict[str, Any]:
-        """Arguments of all models, which have no part in the workers of the rollout alone."""
-        return super().shared(apart or self.asynchronous.rollout_workers or 0)
+    @property
+    def workers_apart(self) -> int:
+        """Workers of the rollout alone, in which the trained models have no part."""
+        return self.asynchronous.rollout_workers or 0
 
     def of_policy(self) -> dict[str, Any]:
         """Arguments of the policy alone."""

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.completions import Sampled, baseline_of, rewarded
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, seed_of
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Request, Trajectory
@@ -99,7 +99,7 @@ class AheadSampler:
 
     def seed_of(self, step: int) -> int:
         """The seed of a step's random numbers."""
-        return self._seed * 1_000_003 + step
+        return seed_of(self._seed, step)
 
     @property
     def next_step(self) -> int:

@@ -207,6 +207,15 @@ class SamplingOptions:
         return SamplingParams(**vars(self), n=n, seed=seed)
 
 
+def seed_of(seed: int, step: int) -> int:
+    """The seed of a step's random numbers in a run with this ``seed``.
+
+    >>> seed_of(2, 1)
+    2000007
+    """
+    return seed * 1_000_003 + step
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
     """One step: ``prompts_per_step`` prompts of ``responses_per_prompt`` completions, ``updates_per_step`` updates."""

@@ -138,8 +138,8 @@ def run_loop(reward, objective=None, reference=None, steps=2, output=None, mesh=
         def objective_and_control(self):
             return chosen, {}
 
-        def shared(self, apart=0):
-            return super().shared(apart) | ({} if mesh is None else {"mesh": mesh})
+        def shared(self):
+            return super().shared() | ({} if mesh is None else {"mesh": mesh})
 
     def steps_of(self, stage, total, *, state, _steps=run.Run.steps):
         states.append(state)
