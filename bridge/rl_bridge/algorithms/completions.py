@@ -105,11 +105,14 @@ class Sampled:
     """w: a turn's reward of the environment is w of it in ``rewards``; None where their sum is no part of it."""
     ahead: Mapping[str, float] = field(default_factory=dict)
     """Metrics of rollouts that run ahead of training."""
+    chosen: torch.Tensor | None = None
+    """[P, n]: False where a completion was left out on purpose; None where none was."""
 
     @property
     def valid(self) -> torch.Tensor:
-        """[P, n]: False where the environment failed, the caller gave up or no reward applies: none is the policy's."""
-        return self.ended & self.rewarded
+        """[P, n]: False where the environment failed, the caller gave up, no reward applies or a choice left it out."""
+        valid = self.ended & self.rewarded
+        return valid if self.chosen is None else valid & self.chosen
 
     @property
     def ended(self) -> torch.Tensor:
@@ -140,6 +143,7 @@ class Sampled:
         if "errors" in failed:
             metrics["turns"] = sum(t.turns for t in whole) / count
         metrics |= failed
+        metrics |= {} if self.chosen is None else {"left_out": _mean(~self.chosen, ended)}
         metrics["truncated"] = sum(t.finish_reason == "length" for t in whole) / count
         metrics["tokens"] = sum(float(sum(t.loss_mask)) for t in whole) / count
         return {**metrics, **self.ahead}
@@ -155,6 +159,7 @@ class Sampled:
             earned=self.earned[groups],
             rewards=self.rewards[groups],
             applies=self.applies[groups],
+            chosen=None if self.chosen is None else self.chosen[groups],
             greedy_rewards=None if self.greedy_rewards is None else self.greedy_rewards[groups],
         )
 
@@ -233,6 +238,8 @@ def _mean(values: torch.Tensor, where: torch.Tensor) -> float:
 def joined(parts: Sequence[Sampled]) -> Sampled:
     """All groups of the parts."""
     greedy = [part.greedy_rewards for part in parts if part.greedy_rewards is not None]
+    some = any(part.chosen is not None for part in parts)
+    chosen = [torch.ones_like(part.ended) if part.chosen is None else part.chosen for part in parts]
     whole = replace(
         parts[0],
         trajectories=[trajectory for part in parts for trajectory in part.trajectories],
@@ -241,6 +248,7 @@ def joined(parts: Sequence[Sampled]) -> Sampled:
         rewards=torch.cat([part.rewards for part in parts]),
         applies=torch.cat([part.applies for part in parts]),
         greedy_rewards=torch.cat(greedy) if greedy else None,
+        chosen=torch.cat(chosen) if some else None,
     )
     return whole.rows(torch.arange(len(whole.rewards)))
 
@@ -253,8 +261,10 @@ def without_signal(sampled: Sampled) -> str:
     numbers = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
     if not bool(sampled.ended.any()):
         reason = "all of these failed or were given up"
-    elif not values:
+    elif not bool(sampled.rewarded.any()):
         reason = "no reward applies to any of these"
+    elif not values:
+        reason = "a choice left out all that have a reward"
     elif len(values) == 1:
         reason = f"every reward is {numbers}"
     elif bool((ends[0].amax(1) <= ends[1].amin(1)).all()):

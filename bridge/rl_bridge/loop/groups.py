@@ -68,7 +68,10 @@ class Groups:
 
     @property
     def valid(self) -> torch.Tensor:
-        """[P, n]: False where an environment failed, the rollout gave up or no reward applies: counted nowhere."""
+        """[P, n]: False where a completion counts nowhere.
+
+        Its environment failed, the rollout gave up, no reward applies, or ``select`` left it out.
+        """
         return self.scored.valid
 
     @property
@@ -154,14 +157,28 @@ class Groups:
     def select(self, prompts: Sequence[int] | Sequence[bool] | torch.Tensor) -> "Groups":
         """The prompts of these places with their completions; or of a mask, with True for each that is chosen.
 
+        A mask [P, n] is of completions: groups may then be of unlike sizes. The others count nowhere, neither in a
+        group's statistics nor in a loss, and ``metrics`` has their share (left_out); a prompt without any is gone.
+
         >>> groups = groups.select(groups.rewards.std(1) > 0)  # those whose rewards differ  # doctest: +SKIP
+        >>> groups = groups.select(~groups.truncated)  # completions that ended by themselves  # doctest: +SKIP
 
         Raises:
             ValueError: the groups have not been scored; or places that are none, or that come twice.
             TypeError: neither places nor a mask.
         """
-        sampled = self.scored.rows(_places_of(prompts, len(self.rewards)))
+        sampled, chosen = self.scored, torch.as_tensor(prompts)
+        if chosen.shape == self.rewards.shape and chosen.dtype == torch.bool:
+            chosen = chosen.cpu() if sampled.chosen is None else chosen.cpu() & sampled.chosen
+            sampled, prompts = replace(sampled, chosen=chosen), chosen.any(1)
+        sampled = sampled.rows(_places_of(prompts, len(self.rewards)))
         return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+
+    @property
+    def truncated(self) -> torch.Tensor:
+        """[P, n]: whether a completion was cut at ``max_new_tokens`` or another limit."""
+        cut = [trajectory.finish_reason == "length" for trajectory in self.trajectories]
+        return torch.tensor(cut, dtype=torch.bool).view(-1, self.sampling.n)
 
     def with_signal(self, objective: rl_fn.Objective) -> "Groups":
         """The prompts that dynamic sampling keeps, as those whose rewards differ; all where the objective has none.
@@ -325,7 +342,10 @@ def _places_of(prompts: Any, count: int) -> torch.Tensor:
     chosen = torch.as_tensor(prompts)
     chosen = chosen[:, 0] if chosen.ndim == 2 and chosen.shape[1] == 1 else chosen  # of mask.nonzero()
     if chosen.ndim != 1:
-        raise ValueError(f"select takes one place a prompt or a mask [{count}], got the shape {list(chosen.shape)}")
+        raise ValueError(
+            f"select takes one place a prompt, a mask [{count}] of prompts or one of all their completions, got the "
+            f"shape {list(chosen.shape)}"
+        )
     if not len(chosen) and chosen.dtype != torch.bool:
         return torch.zeros(0, dtype=torch.int64)
     if chosen.dtype == torch.bool:

@@ -119,7 +119,8 @@ def test_a_mask_selects_what_its_places_select(form, chosen):
         ([0, 0], "place 0 is chosen twice"),
         ([0, -2], "place 0 is chosen twice"),
         ([2], "no prompt at place 2: the places are 0 to 1"),
-        (torch.zeros(2, 2, dtype=torch.bool), r"a mask \[2\], got the shape \[2, 2\]"),
+        (torch.zeros(2, 3, dtype=torch.bool), r"a mask \[2\] of prompts or one of all .*, got the shape \[2, 3\]"),
+        (torch.zeros(2, 2), r"got the shape \[2, 2\]"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

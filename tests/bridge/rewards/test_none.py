@@ -92,6 +92,41 @@ def test_the_others_are_compared_as_if_a_completion_without_a_reward_were_not_th
     assert without.tokens.advantages.any()
 
 
+@pytest.mark.parametrize("recipe", GROUPED)
+def test_completions_that_a_choice_leaves_out_are_as_if_they_were_not_there(recipe):
+    """Groups of unlike sizes: each is compared as a group of its own size."""
+    objective = getattr(rl_fn.recipes, recipe)().replace(kl=None, reward_kl=None)
+    rewards, masks = [[1.0, 0.0, 0.5], [0.0, 2.0, 1.0], [1.0, 1.0, 0.0]], [[1, 1, 0], [1, 1, 1], [0, 0, 0]]
+    chosen = groups_of(*rewards).select(torch.tensor(masks).bool())
+    nones = groups_of(
+        *[[r if m else None for r, m in zip(*of, strict=True)] for of in zip(rewards, masks, strict=True)]
+    )
+    nones = nones.select([0, 1])
+    assert chosen.valid.tolist() == nones.valid.tolist() == [[True, True, False], [True] * 3]
+    one, other = (groups.batch().with_advantages(objective) for groups in (chosen, nones))
+    assert torch.equal(one.tokens.advantages, other.tokens.advantages) and one.tokens.advantages.any()
+    assert torch.equal(one.computed, other.computed) and torch.equal(one.counted, other.counted)
+    assert not one.computed[2] and not one.counted[2].any()
+
+
+def test_what_a_choice_leaves_out_stays_out_and_is_measured():
+    groups = groups_of([1.0, 0.0, 1.0], [0.0, 1.0, 0.0])
+    chosen = groups.select(~torch.tensor([[True, False, False], [False, False, True]]))
+    assert chosen.metrics()["left_out"] == pytest.approx(1 / 3) and "left_out" not in groups.metrics()
+    assert chosen.metrics()["reward"] == pytest.approx(2 / 4) and chosen.held_out()["held_out"] == pytest.approx(0.5)
+    again = chosen.select(torch.tensor([[True, True, False], [True, True, True]]))
+    assert again.valid.tolist() == [[False, True, False], [True, True, False]]
+    assert again.select([1]).valid.tolist() == [[True, True, False]]
+    other = replace(groups, sampling=replace(groups.sampling, seed=9))
+    for parts, expected in (([other, again], [3, 3, 1, 2]), ([again, other], [1, 2, 3, 3]), ([other, groups], [3] * 4)):
+        assert rl_bridge.Groups.joined(parts).valid.sum(1).tolist() == expected
+    nothing = groups.select(torch.zeros(2, 3, dtype=torch.bool))
+    assert not nothing.trajectories and nothing.rewards.shape == (0, 3)
+    assert groups.truncated.tolist() == [[False] * 3] * 2
+    cut = replace(groups, trajectories=[replace(t, finish_reason="length") for t in groups.trajectories[:3]] * 2)
+    assert cut.truncated.all()
+
+
 def test_metrics_and_evaluations_are_of_the_completions_that_have_a_reward():
     groups = groups_of([1.0, None, 0.0, 1.0], [None, None, None, None], [0.0, 0.0, None, None])
     metrics = groups.metrics()
