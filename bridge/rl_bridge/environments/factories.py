@@ -1,6 +1,7 @@
 """Factories of environments: ``FILE.py:Name``, RL2's function ``interact``, an OpenEnv server's address."""
 
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -179,6 +180,8 @@ class FileFactory:
     path: str
     name: str
     content: str = ""
+    file: str = ""
+    """The hash of the file alone; "" compares nothing."""
     _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
     # A file may make environments of other files when it is loaded.
     _loading: Any = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -193,7 +196,7 @@ class FileFactory:
 
         Raises:
             FileNotFoundError: no such file; with this machine's name where the driver's had the file.
-            ValueError: the file fails to load, or the name is no environment.
+            ValueError: the file is another than the driver's was, fails to load, or the name is no environment.
         """
         with self._loading:
             if not self._make:
@@ -201,20 +204,27 @@ class FileFactory:
                 self._make[self.name] = _factory(Path(self.path), self.name)
 
     def require_file(self) -> None:
-        """Refuse a machine that lacks the file, before its conversations fail one by one.
+        """Refuse a machine that lacks the file or has another one, before its conversations fail one by one.
 
         Raises:
-            FileNotFoundError: with the path and, where the driver's machine had the file, this one's name.
+            FileNotFoundError, ValueError: with the path and this machine's name, where the driver had the file.
         """
-        if self.content and not self._make and not Path(self.path).is_file():
+        if self._make:
+            return
+        if self.content and not Path(self.path).is_file():
             raise FileNotFoundError(
                 f"no such environment file on {socket.gethostname()}: {self.path}; the driver's machine had the file "
                 "when the run began, and every machine with a worker needs the file at this path"
             )
+        if self.file and _hash(Path(self.path)) != self.file:
+            raise ValueError(
+                f"the environment file on {socket.gethostname()} is another one than the driver loaded when the run "
+                f"began: {self.path}; every machine with a worker needs the same file, and an edit is for the next run"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the path, the name and the content's hash: the loaded factory stays in its process."""
-        return _file_factory, (self.path, self.name, self.content)
+        return _file_factory, (self.path, self.name, self.content, self.file)
 
 
 def require_here(factory: EnvironmentFactory) -> None:
@@ -226,9 +236,13 @@ def require_here(factory: EnvironmentFactory) -> None:
 _lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)
 
 
-def _file_factory(path: str, name: str, content: str) -> FileFactory:
+def _file_factory(path: str, name: str, content: str, file: str) -> FileFactory:
     with _lock:  # Two threads that unpickle at once get the same factory.
-        return _made(path, name, content)
+        return _made(path, name, content, file)
+
+
+def _hash(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def load_environment(source: str) -> FileFactory | OpenEnv:
@@ -250,7 +264,8 @@ def load_environment(source: str) -> FileFactory | OpenEnv:
     if match is None:
         raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")
     path = Path(match[1]).resolve()
-    factory = FileFactory(str(path), match[2], content_of(path)[:16] if path.is_file() else "")
+    hashes = (content_of(path)[:16], _hash(path)) if path.is_file() else ()
+    factory = FileFactory(str(path), match[2], *hashes)
     factory.load()
     return factory
 

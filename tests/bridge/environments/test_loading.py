@@ -129,12 +129,22 @@ def new_worker(new_model, tokenizer):
     return InProcessRollout(StateSource(new_model().requires_grad_(False)), tokenizer)
 
 
-def test_a_file_that_another_machine_lacks_is_named_with_the_machine(tmp_path, new_worker):
+OTHERS = {
+    "no file": (None, FileNotFoundError, "no such environment file on {host}: {file}; "),
+    "another file": ("reset = step = 0", ValueError, "the environment file on {host} is another one than the driver"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_file_that_another_machine_has_otherwise_is_named_with_the_machine(case, tmp_path, new_worker):
     """The driver loads the file at once; a worker loads the file when its first conversation begins."""
+    text, kind, words = OTHERS[case]
     file = tmp_path / "only_here.py"
     file.write_text("class Game:\n    def reset(self, row): ...\n    def step(self, messages): ...\n")
     arrived = pickle.dumps(load_environment(f"{file}:Game"))
     file.unlink()
+    if text is not None:
+        file.write_text(text)
     factory = pickle.loads(arrived)
     talking = Talking(
         environment=factory,
@@ -149,9 +159,9 @@ def test_a_file_that_another_machine_lacks_is_named_with_the_machine(tmp_path, n
         "conversations that run ahead": lambda: Talks(talking, lambda group, place: None),
     }
     for use in uses.values():
-        with pytest.raises(FileNotFoundError) as failure:
+        with pytest.raises(kind) as failure:
             use()
-        assert str(failure.value).startswith(f"no such environment file on {socket.gethostname()}: {file}; ")
+        assert str(failure.value).startswith(words.format(host=socket.gethostname(), file=file))
 
 
 def test_threads_that_unpickle_a_factory_execute_its_file_once(tmp_path):
