@@ -15,6 +15,8 @@ CONVERSATIONS = (*TURNS, "tools", ARGUMENTS)
 """Columns that a chat template reads."""
 NUMBERED = ("answer", "label", "margin", "chosen_win_rate", "rejected_win_rate")
 """Columns that may hold a number, in hand one of an array's kinds."""
+OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
+"""Names that other formats have for the arguments of a call."""
 RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED += ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 RESERVED += ("return_assistant_tokens_mask",)
@@ -26,6 +28,11 @@ UNTRAINED = "loss"
 
 
 _HALF = re.compile("[\ud800-\udfff]")
+_NAMES_A_ROLE = re.compile(r"""['"](role|from)['"]\s*:""")
+_SPEAKERS = ("human", "user", "gpt", "assistant", "chatgpt", "bing", "bard", "model", "system", "tool", "function")
+_SPEAKERS += ("observation", "function_call", "function_response")
+PARSED = 1 << 20
+"""Characters of the longest text that is read as Python's."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,24 @@ def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     tools = read_json(row.get("tools"), "tools")
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
-    return tuple(tools or ())
+    return tuple(_schema(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
+
+
+def _schema(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A tool whose parts are objects where they were JSON text.
+
+    Raises:
+        ValueError: a part that is no object, as a table's column of pairs in the place of properties.
+    """
+    for name in ("function", "parameters", "properties"):
+        value = tool.get(name)
+        if value is None or (isinstance(value, Mapping) and name == "properties"):
+            continue
+        part = read_json(value, f"{where}.{name}")
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{where}.{name} must be an object or its JSON text, got {shortened(value)}")
+        tool = {**tool, name: part if name == "properties" else _schema(part, f"{where}.{name}")}
+    return tool
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,21 +215,24 @@ def _messages_in(text: str) -> list[Any] | None:
 
 def _means_messages(text: str) -> bool:
     """Whether the text, as JSON or as Python writes it, is of messages alone, those of ``from`` and ``value`` too."""
-    if not ("role" in text or "from" in text):
+    if not _NAMES_A_ROLE.search(text, 0, 4096):
         return False
     value = None
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (json.loads, ast.literal_eval) if len(text) <= PARSED else (json.loads,):
         try:
             value = parse(text.strip())
             break
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     value = value.get("messages") if isinstance(value, dict) and len(value) == 1 else value
     if not isinstance(value, list):
         return _is_message(value)
-    return bool(value) and all(
-        _is_message(item) or (isinstance(item, dict) and item.keys() >= {"from", "value"}) for item in value
-    )
+    return bool(value) and all(_is_message(item) or _is_shared(item) for item in value)
+
+
+def _is_shared(value: Any) -> bool:
+    """Whether it is a message of ShareGPT's form. Other records have a ``from`` and a ``value``, too."""
+    return isinstance(value, dict) and value.get("from") in _SPEAKERS and isinstance(value.get("value"), str)
 
 
 def _is_message(value: Any) -> bool:
@@ -273,13 +300,17 @@ def _own(value: Any) -> Any:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
+    if isinstance(message, Mapping) and any(hasattr(item, "tolist") for item in message.values()):
+        message = _own(_listed(message))
     called = isinstance(message, Mapping) and read_json(message.get("tool_calls"), f"{where}.tool_calls")
     if not isinstance(message, Mapping) or not {"role", *(() if called else ("content",))} <= message.keys():
         raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
     if not isinstance(message["role"], str) or not message["role"]:
         raise ValueError(f"{where}: role must be text, got {shortened(message['role'])}")
     trained = _flag(message, where)
-    plain = {key: item for key, item in message.items() if item is not None and key not in FLAGS}
+    # No call is one spelling: templates ask whether the key is there.
+    left_out = FLAGS if called else (*FLAGS, "tool_calls")
+    plain = {key: item for key, item in message.items() if item is not None and key not in left_out}
     # A call of a tool has no text of its own.
     plain["content"] = "" if called and message.get("content") is None else _text(message["content"], where)
     if called:
@@ -321,16 +352,14 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"], f"{where}.function")}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
-            raise ValueError(f"{where}: arguments must be an object or its JSON text: {error}") from None
-        require_characters(arguments, f"{where}.arguments")
-        if not isinstance(arguments, dict):
-            raise ValueError(f"{where}: arguments must be an object, got {shortened(arguments)}")
-        return {**call, "arguments": arguments}
-    return dict(call)
+    function = read_json(call.get("function"), f"{where}.function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _call(function, f"{where}.function")}
+    if not isinstance(call.get("name"), str) or not call["name"]:
+        raise ValueError(f"{where}: a call has the name of its tool, got {shortened(call)}")
+    arguments = read_json(call.get("arguments"), f"{where}.arguments")
+    if arguments is None and (others := [key for key in OTHER_ARGUMENTS if call.get(key)]):
+        raise ValueError(f"{where}: the arguments of a call stand under 'arguments', not {others[0]!r}")
+    if not isinstance(arguments, Mapping | None):
+        raise ValueError(f"{where}: arguments must be an object or its JSON text, got {shortened(call['arguments'])}")
+    return {**call, "arguments": dict(arguments or {})}

@@ -411,8 +411,9 @@ def _arrow_rows(path: Path, reader: Any) -> list[Any]:
     import pyarrow
 
     try:
-        return [without_keys_of_others(row) for row in reader(path).to_pylist()]
-    except (pyarrow.ArrowException, OSError) as error:
+        rows = reader(path).to_pylist(maps_as_pydicts="strict")  # by default a map is a list of pairs
+        return [without_keys_of_others(row) for row in rows]
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 

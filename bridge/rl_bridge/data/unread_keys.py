@@ -17,14 +17,19 @@ ROW_KEYS = (
 """Columns that no command reads, and that decide ids, a mask or a weight in other libraries."""
 SUPERVISED_KEYS = ("label",)
 """Columns that say of a completion that it may be a bad one, which supervision imitates all the same."""
+OTHER_CALLS = ("function_call", "function_calls", "tool_call")
+"""Keys of a message that calls have in other formats than ``tool_calls``."""
 MESSAGE_KEYS = (
-    *("name", "prefix", "partial", "tool_calls", "function_call", "refusal", "documents", "images", "audio"),
-    *("thinking", "reasoning", "reasoning_content", "reasoning_details"),
+    *("name", "prefix", "partial", "tool_calls", *OTHER_CALLS, "refusal", "documents", "images", "audio"),
+    *("thinking", "reasoning", "reasoning_content", "reasoning_details", "thought", "thoughts", "thinking_blocks"),
+    *("functions", "tools", "tool_plan", "tool_responses", "channel", "recipient"),
     *("mask", "masked", "loss_mask", "loss_weight", "train_detail"),
 )
 """Keys of a message that only a chat template could read."""
 TRIES = 32
 """Rows with a key that are encoded without it, until one of them changes."""
+SETTLED = 1 << 40
+"""So many messages of a role: what is left out of them was named, or all were looked at."""
 
 
 @dataclass
@@ -38,7 +43,7 @@ class KeyMemory:
     tries: Counter[str] = field(default_factory=Counter)
     """Rows with the key that were encoded without it, at most ``TRIES``."""
     words: Counter[str] = field(default_factory=Counter)
-    """Messages of a role of which the template may leave words out that were looked at, at most ``TRIES``."""
+    """Messages of a role of which the template may leave words out that were looked at."""
 
 
 class UnreadColumns:

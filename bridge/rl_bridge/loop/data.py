@@ -12,7 +12,7 @@ from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
-from rl_bridge.data.messages import Chat
+from rl_bridge.data.messages import Chat, in_one_form
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
 from rl_bridge.data.tasks import split_rows
@@ -244,10 +244,13 @@ def in_hand(
     return checked
 
 
-def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = policy_row) -> None:
+def name_unread(
+    model: Model, rows: Sequence[Mapping[str, Any]], check: Check = policy_row, tools: Sequence[Any] = ()
+) -> None:
     """Name once for a model what nothing reads of rows: columns, keys for the chat template, words that it leaves out.
 
-    Columns of rows that have a place, as those of a file, were named where they were read.
+    Columns of rows that have a place, as those of a file, were named where they were read. ``tools``: schemas that the
+    policy is shown with each row, in the place of the row's own.
     """
     imitated = check is supervised_row
     kind = "imitated" if imitated else "prompts"
@@ -257,7 +260,13 @@ def name_unread(model: Model, rows: Sequence[Mapping[str, Any]], check: Check = 
             unread.look(row, f"row {number}", unread_responses(row) if imitated else ())
     unread.remark("" if imitated else " (but by a reward or an environment of your own)", model.columns_named(kind))
     read = (supervised if imitated else prompted)(model.tokenizer)
-    memory = model.keys_met(kind)
+    memory = model.keys_met(f"{kind} with tools" if tools else kind)
+    if tools:
+        alone = model.keys_met(kind)
+        memory.named |= alone.named
+        memory.words |= alone.words
+        memory.read.add("row key `tools`")  # whoever gives functions says how the policy learns of them
+        rows = [{**row, "tools": tools} for row in rows]
     remark_on_keys(rows, lambda row: read(row)[1], memory)
     chats = (lambda row: [chat_of_row(row)]) if imitated else (lambda row: [Chat.of(row)])
     remark_on_words(model.tokenizer, rows, chats, generation_prompt=not imitated, memory=memory)
@@ -267,6 +276,7 @@ def any_row(row: Any) -> Any:
     """A row to sample from or to imitate in one spelling; one without text or messages is an environment's own."""
     if not isinstance(row, Mapping) or "_where" in row:
         return row
+    row = in_one_form(row)
     text = [name for name in ("prompt", "messages") if not missing(row, name)]
     if not text or not isinstance(row[text[0]], str | Sequence):
         return dict(row)

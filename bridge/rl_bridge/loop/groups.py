@@ -122,7 +122,8 @@ class Groups:
     def settings(self) -> dict[str, Any]:
         """How these were sampled, without the seed, and scored: numbers, texts, and the fingerprint of the rewards.
 
-        >>> Groups(trajectories=[], sampling=SamplingParams(n=4), pad_token=0).settings()["sampling.n"]
+        >>> groups = Groups(trajectories=[], sampling=SamplingParams(n=4, max_new_tokens=8), pad_token=0)
+        >>> groups.settings()["sampling.n"]
         4
         """
         sampling = {f"sampling.{name}": value for name, value in asdict(self.sampling).items() if name != "seed"}

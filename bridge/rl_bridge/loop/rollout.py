@@ -6,6 +6,7 @@ from typing import Any, Self
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import tools_of
+from rl_bridge.data.rows import missing
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.engines import Mesh
 from rl_bridge.engines.engine import Turns
@@ -129,14 +130,13 @@ class Rollout:
             raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
         if environment is not None:
             return load_environment(environment) if isinstance(environment, str) else environment
-        # Rows are shown with the functions in the place of tools of their own.
-        prompts = [{**row, "tools": ()} for row in rows if isinstance(row, Mapping) and row.get("prompt")]
-        name_unread(self.model, prompts)
         key = (*tools, parse)
         if key not in self._tools:
             self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}
             if any(map(tools_of, rows)):
                 tell("row key `tools` is not read: the policy is shown the functions of converse(tools=…)")
+        prompts = [row for row in rows if isinstance(row, Mapping) and not missing(row, "prompt")]
+        name_unread(self.model, prompts, tools=self._tools[key].schemas)
         return self._tools[key]
 
     def require_lasting(self) -> None:

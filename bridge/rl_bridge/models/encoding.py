@@ -10,7 +10,8 @@ from rl_bridge.data.messages import UNTRAINED, Chat, chat_of, is_trained, shorte
 from rl_bridge.data.rows import RESPONSES, missing, response_field, text_of
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 from rl_bridge.models.chat_templates import next_header, rendered, spans, template_of
-from rl_bridge.models.left_out import require_calls, require_every, require_whole
+from rl_bridge.models.left_out import require_every, require_whole
+from rl_bridge.models.unwritten_calls import require_calls
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, apply_chat_template: bool = True) -> list[int]:
@@ -72,9 +73,8 @@ def encode_row(
 
     Raises:
         ValueError: a character that the tokenizer does not know, messages that the template refuses, or a template
-            that changes earlier tokens when a message is added, leaves out a whole message before the last turn or a
-            call of a turn that counts, or, without ``to_end``, begins another reply behind the last one or leaves out
-            words of a turn that counts.
+            that changes earlier tokens when a message is added, leaves out a message or a call that counts, or, without
+            ``to_end``, begins another reply behind the last one or leaves out words of a turn that counts.
     """
     messages, alone = conversation_of(row)
     chat = Chat.of(row, messages)
@@ -106,13 +106,8 @@ def encode_row(
             elif text := content_of(message):
                 add(of(text, "conversation"))
     else:
-        if not to_end and (header := next_header(tokenizer)) is not None:
-            raise ValueError(
-                f"{template_of(tokenizer)} writes {header!r} behind the last reply too, also where no other reply is "
-                "to follow: training would teach that as the end of a turn. Give it --chat-template FILE, with "
-                "{% if add_generation_prompt %} around what begins a reply behind the messages; or "
-                "apply_chat_template=false concatenates the contents"
-            )
+        if not to_end:
+            _require_end(tokenizer)
         turns = dict.fromkeys((place for place, message in enumerate(messages) if is_trained(message)), "")
         texts = list(spans(tokenizer, chat))
         if texts and require_messages:
@@ -129,11 +124,23 @@ def encode_row(
             add([_end(tokenizer)], 1)  # the template ends no turn
         if not any(mask) and any(message["role"] == "assistant" for message in messages):
             raise ValueError(f"{template_of(tokenizer)} writes nothing of what the assistant says: nothing to learn")
-        for place, text in () if to_end else turns.items():
-            require_whole(tokenizer, chat, place, text)
-        for place, text in turns.items() if require_messages else ():
-            require_calls(tokenizer, chat, place, text)
+        for place, text in turns.items():
+            if not to_end:
+                require_whole(tokenizer, chat, place, text)
+            if require_messages:
+                require_calls(tokenizer, chat, place, text)
     return _trajectory(tokens, mask, row, messages, tuple(chat.tools), to_end=to_end)
+
+
+def _require_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a template that begins another reply behind the last one."""
+    if (header := next_header(tokenizer)) is not None:
+        raise ValueError(
+            f"{template_of(tokenizer)} writes {header!r} behind the last reply too, also where no other reply is to "
+            "follow: training would teach that as the end of a turn. Give it --chat-template FILE, with "
+            "{% if add_generation_prompt %} around what begins a reply behind the messages; or "
+            "apply_chat_template=false concatenates the contents"
+        )
 
 
 def encode_completion(

@@ -1,8 +1,6 @@
 """Words of a message that a chat template does not write: thoughts, unknown roles, what stands beside a call."""
 
-import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.data.messages import UNTRAINED, Chat, shortened
-from rl_bridge.data.unread_keys import TRIES
 from rl_bridge.models.chat_templates import MARK, memory_of, rendered, template_of
 
 ADVICE = (
@@ -82,85 +79,6 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, te
             f"{template_of(tokenizer)} leaves out {len(words)} characters of what the assistant says in message "
             f"{place}, which is trained on: {shortened(words, 80)}; {ADVICE}"
         )
-
-
-def require_calls(tokenizer: PreTrainedTokenizerBase | None, chat: Chat, place: int, text: str) -> None:
-    """Refuse a message of the assistant that is trained on, and that calls a tool where the tokens have no call.
-
-    The policy would learn to end its turn there, or to call with other arguments.
-
-    Args:
-        tokenizer: has the template; None where contents are concatenated, and no call is written.
-        chat: the conversation.
-        place: of the message in it.
-        text: of the message.
-
-    Raises:
-        ValueError: with the tool's name and the way on.
-    """
-    calls = [(call, _function(call)) for call in chat.prompt[place].get("tool_calls") or ()]
-    if calls and tokenizer is not None:
-        memory = memory_of(tokenizer, "calls")
-        memory["tries"] = memory.get("tries", 0) + 1
-        words = Counter(word for _, (name, arguments) in calls for word in _leaves([name, arguments]))
-        # Of the first messages nothing is taken for written because the same words stand elsewhere in the text.
-        if memory["tries"] > TRIES and all(text.count(word) >= count for word, count in words.items()):
-            return
-    for number, (call, (name, arguments)) in enumerate(calls):
-        if tokenizer is not None:
-            others = [[], [_with(call, name=MARK)], *([[_with(call, arguments={})]] if arguments else [])]
-            if not any(_is_same_with(tokenizer, chat, place, number, other) for other in others):
-                continue
-        writer = "apply_chat_template=false" if tokenizer is None else template_of(tokenizer)
-        raise ValueError(
-            f"{writer} leaves out the call {shortened(name)} with {shortened(arguments, 80)} of message {place} "
-            "(assistant), which is trained on; give a --chat-template FILE that writes tool_calls, write the call into "
-            "the content, or give the message the weight 0"
-        )
-
-
-def _function(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(Name, arguments) of a call."""
-    function = call["function"] if isinstance(call.get("function"), Mapping) else call
-    return function.get("name"), function.get("arguments")
-
-
-def _with(call: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
-    """The call with another name or other arguments."""
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": {**call["function"], **changed}}
-    return {**call, **changed}
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """The texts and numbers in a value, as JSON writes them within its signs."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield str(name)
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif value is not None:
-        yield value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _is_same_with(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, place: int, number: int, calls: Sequence[Any]
-) -> bool:
-    """Whether the template writes the same with other calls in the place of one."""
-    message = chat.prompt[place]
-    changed = [*message["tool_calls"][:number], *calls, *message["tool_calls"][number + 1 :]]
-    other = {key: item for key, item in message.items() if key != "tool_calls"}
-    other |= {"tool_calls": changed} if changed else {}
-    try:
-        one, two = (
-            rendered(tokenizer, replace(chat, prompt=[*chat.prompt[:place], last]), generation_prompt=False)
-            for last in (message, other)
-        )
-    except ValueError:  # a template may refuse a message without content and calls
-        return False
-    return one == two
 
 
 def require_every(

@@ -21,11 +21,12 @@ from rl_bridge.common.terminal import remark
 from rl_bridge.data.messages import Chat, shortened
 from rl_bridge.data.rows import imitated_field, missing, policy_row, refuse, supervised_row, unread_responses
 from rl_bridge.data.trajectory import Message
-from rl_bridge.data.unread_keys import SUPERVISED_KEYS, TRIES, KeyMemory, UnreadColumns, remark_on_keys
+from rl_bridge.data.unread_keys import SETTLED, SUPERVISED_KEYS, TRIES, KeyMemory, UnreadColumns, remark_on_keys
 from rl_bridge.models.chat_templates import rendered, template_of
 from rl_bridge.models.encoding import content_of, conversation_of, encode_prompt, encode_row, messages_of
 from rl_bridge.models.left_out import ADVICE, left_out
 from rl_bridge.models.model_source import ModelSource
+from rl_bridge.models.unwritten_calls import unwritten_call, writes_calls
 
 # A model's positions. Rotary frequencies that depend on the longest row of a call, and rows so short that none does.
 
@@ -204,7 +205,7 @@ def _all_looked_at(chats: Iterable[Chat], memory: KeyMemory | None) -> None:
     """Remember the roles of chats of which what is left out was named: later rows are among these."""
     if memory is not None:
         messages = (message for chat in chats if not isinstance(chat.prompt, str) for message in chat.prompt)
-        memory.words.update(dict.fromkeys((m["role"] for m in messages if isinstance(m, Mapping)), TRIES))
+        memory.words.update(dict.fromkeys((m["role"] for m in messages if isinstance(m, Mapping)), SETTLED))
 
 
 def imitated_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -255,25 +256,26 @@ def remark_on_words(
 
     ``chats`` gives the conversations of a row, of which the one that loses most counts. With ``generation_prompt`` they
     are prompts, behind which the model replies. With ``memory`` rows come a few at a time: ``TRIES`` messages of a role
-    are looked at, and none of a role that was named.
+    are looked at closely, the others for their words in the text, and none of a role that was named.
     """
     count: Counter[str] = Counter()
     characters: Counter[str] = Counter()
     first: dict[str, str] = {}
     tries: Counter[str] = Counter() if memory is None else memory.words
-    most, total = math.inf if memory is None else TRIES, 0
+    total = 0
     for total, row in enumerate(rows, 1):
         lengths: Counter[str] = Counter()
         for chat in chats(row):
             of_chat: Counter[str] = Counter()
-            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt, most):
+            for role, words in _words_left_out(tokenizer, chat, tries, generation_prompt):
                 of_chat[role] += len(words)
                 first.setdefault(role, f"{row.get('_where', f'row {total}')}, {shortened(words, 80)}")
             lengths |= of_chat  # completions of one prompt share what it loses
         count.update(lengths.keys())
         characters.update(lengths)
     for role, rows_with in count.items():
-        tries[role] += TRIES
+        if memory is not None:
+            tries[role] = SETTLED
         remark(
             f"{template_of(tokenizer)} leaves out {characters[role]} characters of what {role} says in {rows_with} of "
             f"{total} rows: first {first[role]}; {ADVICE}"
@@ -281,29 +283,31 @@ def remark_on_words(
 
 
 def _words_left_out(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool, most: float
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tries: Counter[str], generation_prompt: bool
 ) -> Iterator[tuple[str, str]]:
     """(Role, words) of each message of which the template leaves something out. ``tries``: messages by their role.
 
-    Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text. Those
-    behind the first ``most`` are not looked at.
+    Of the first ones of a role nothing is taken for written because the same words stand elsewhere in the text. Of a
+    role that is ``SETTLED`` none is looked at. Calls of tools are words, too, where the template writes any.
     """
     if isinstance(chat.prompt, str) or not all(isinstance(message, Mapping) for message in chat.prompt):
         return
-    if all(tries[message["role"]] >= most for message in chat.prompt):
+    if all(tries[message["role"]] >= SETTLED for message in chat.prompt):
         return
     try:
         text = rendered(tokenizer, chat, generation_prompt=generation_prompt)
     except ValueError:  # a row that the template refuses is refused with its words
         return
     for place, message in enumerate(chat.prompt):
-        if tries[message["role"]] >= most:
+        if tries[message["role"]] >= SETTLED:
             continue
         tries[message["role"]] += 1
-        doubtful = tries[message["role"]] <= TRIES
-        expected = None if doubtful else text
+        expected = None if tries[message["role"]] <= TRIES else text
         if words := left_out(tokenizer, chat, place, expected, generation_prompt=generation_prompt):
             yield message["role"], words
+        call = unwritten_call(tokenizer, chat, place, text) if message.get("tool_calls") else None
+        if call is not None and writes_calls(tokenizer, chat, place):
+            yield message["role"], f"the call {call}"
 
 
 def check_rows(

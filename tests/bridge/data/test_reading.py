@@ -262,7 +262,8 @@ def test_messages_of_an_arrow_table_have_no_keys_of_other_messages(tmp_path):
     messages = [{"role": "user", "content": "1+1"}, call, {"role": "tool", "content": "2", "name": "add"}]
     write_parquet(tmp_path / "rows.parquet", [{"messages": messages}])
     (row,) = read_rows(str(tmp_path / "rows.parquet"))
-    assert row["prompt"] == [messages[0], call | {"content": ""}, messages[2]]
+    read = call | {"content": "", "tool_calls": [{"name": "add", "arguments": {}}]}
+    assert row["prompt"] == [messages[0], read, messages[2]]
 
 
 def test_a_part_without_a_number_is_named(tmp_path):

@@ -266,7 +266,10 @@ SAID = {"role": "assistant", "content": "a"}
         ({"role": "user"}, "must be a message with role and content"),
         ({"role": "assistant", "tool_calls": "f()"}, "tool_calls must be a list of calls"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "must be an object or its JSON"),
-        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, r"must be an object, got \[1\]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            "must be an object or its",
+        ),
     ],
 )
 def test_a_message_that_cannot_be_read_is_refused_by_place(message, words):

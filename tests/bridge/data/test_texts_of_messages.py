@@ -30,6 +30,12 @@ PLAIN = (
     "{'role': 'user'",
     "[{'from': 'Berlin', 'to': 'Rome'}]",
     '{"from": "human", "value": "a row of a file"}',
+    '[{"from": "A", "to": "B", "value": 3}]',
+    '[{"from": "EUR", "value": 3}]',
+    '[{"from": "user", "value": 3}]',
+    '{{"role": "admin", "content": "{name}"}}',
+    '[{{"role": "admin", "content": "{name}"}}]',
+    '{["role"]: 1}',
     "[role] from the play",
     "{%s" % ("[" * 5000),
 )
@@ -53,5 +59,6 @@ def test_text_of_messages_in_another_form_is_refused(form, field):
 
 @pytest.mark.parametrize("text", PLAIN, ids=range(len(PLAIN)))
 def test_a_text_that_is_no_message_stays_a_text(text):
+    assert policy_row({"prompt": "x", "answer": text})["answer"] == text
     assert policy_row({"prompt": text})["prompt"] == text
     assert supervised_row({"prompt": text, "response": text})["response"] == text

@@ -175,7 +175,9 @@ def check_conversation(tokenizer, name, beginning, said):
     elif count := lost.get("assistant"):
         first = next(place for place, m in enumerate(messages) if lost_by_role(name, [m]).get("assistant"))
         number = lost_by_role(name, [messages[first]])["assistant"]
-        with pytest.raises(ValueError, match=f"leaves out {number} characters of .* in message {first}, which is tra"):
+        words = f"leaves out {number} characters of .* in message {first}, which is tra"
+        before = [m for m in messages[:first] if m.get("tool_calls") and name != "call alone"]
+        with refuses_call(name, messages) if before else pytest.raises(ValueError, match=words):
             encode_row(tokenizer, row)
         assert count >= number
     else:
@@ -326,70 +328,3 @@ def test_an_answer_that_the_template_leaves_out_ends_its_conversation(role, besi
         with pytest.raises(LeftOut, match=rf"leaves out message {2 + len(beside)} \({role}\) wholly"):
             template.between(said, [1], answer)
         assert "wholly" in (template.refusal([*beside, role]) or "")
-
-
-# What templates write of calls.
-EACH = CHATML.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}WRITES{% endfor %}", 1)
-FIRST_CALL = CHATML.replace(
-    "{{ m.content }}", "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] }}{% endif %}", 1
-)
-CALLS = {
-    "all": EACH.replace("WRITES", "{{ c | tojson }}"),
-    "other signs": EACH.replace("WRITES", "[{{ c.function.name }}({{ c.function.arguments.items() | list }})]"),
-    "numbers": EACH.replace("WRITES", "{{ loop.index }}"),
-    "names": EACH.replace("WRITES", "{{ c.function.name }}"),
-    "the first": FIRST_CALL,
-    "none": CHATML,
-}  # fmt: skip
-
-
-def one_call(name, **arguments):
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-TURNS = {
-    "alone": ("", [one_call("add", a=1)]),
-    "beside its words": ("add a 1 x", [one_call("add", a=1)]),
-    "two": ("", [one_call("add", a=1), one_call("sub", b="x")]),
-    "twice": ("", [one_call("add", a=1), one_call("add", a=1)]),
-    "no arguments": ("", [one_call("now")]),
-}
-
-
-def lost_calls(case, calls):
-    """Whether the template leaves something out of the calls."""
-    if case == "the first":
-        return len(calls) > 1
-    return case in ("numbers", "none") or (case == "names" and any(call["function"]["arguments"] for call in calls))
-
-
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("case", CALLS)
-def test_a_call_that_is_trained_on_is_in_the_tokens_or_refused(case, turn, late):
-    """Its tool and its arguments; one that is not trained on is named elsewhere."""
-    content, calls = TURNS[turn]
-    tokenizer = bytes_tokenizer("chatml")
-    tokenizer.chat_template = CALLS[case]
-    calling = {"role": "assistant", "content": content, "tool_calls": calls}
-    rest = [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
-    row = supervised_row({"messages": [ASK, calling, *rest]})
-    if late:  # the first calls are looked at more closely than later ones
-        if turn == "beside its words" and case != "all":
-            return
-        for _ in range(40):
-            with contextlib.suppress(ValueError):
-                encode_row(tokenizer, row)
-    lost = pytest.raises(ValueError, match=r"leaves out the call '\w+' with .* of message 1 \(assistant\), which is")
-    for options in ({}, {"to_end": True}):
-        with lost if lost_calls(case, calls) else contextlib.nullcontext():
-            encode_row(tokenizer, row, **options)
-    with pytest.raises(ValueError, match="apply_chat_template=false leaves out the call"):
-        encode_row(tokenizer, row, apply_chat_template=False)
-    untrained = supervised_row({"messages": [ASK, calling | {"weight": 0}, *rest]})
-    encode_row(tokenizer, untrained)
-    encode_row(tokenizer, untrained, apply_chat_template=False)
-    encode_prompt(tokenizer, [ASK, calling, rest[0]])
-    with lost if lost_calls(case, calls) else contextlib.nullcontext():
-        encode_completion(tokenizer, [ASK], [row["messages"][1]])
-    encode_completion(tokenizer, [ASK, calling, rest[0]], "2")

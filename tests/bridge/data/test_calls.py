@@ -1,0 +1,157 @@
+"""Calls and tools in the spellings that files and programs have for them: one form, or a refusal by name."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rl_bridge.data.messages import tools_of
+from rl_bridge.data.rows import policy_row, read_rows, supervised_row
+from rl_bridge.loop.data import any_row
+from rl_bridge.models.encoding import encode_row
+from tests.support.chat_templates import CHATML, KINDS, bytes_tokenizer
+
+ASK, SAYS = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+ASKS_FOR_KEY = CHATML.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% if m.tool_calls is defined %}<call>{{ m.tool_calls[0].function.name }}{% endif %}",
+    1,
+)
+NO_CALLS = {"a list": [], "text": "[]", "null": None, "text of null": "null", "no text": " ", "an array": np.array([])}
+
+
+@pytest.mark.parametrize("form", NO_CALLS)
+@pytest.mark.parametrize("kind", [*KINDS, "asks for the key"])
+def test_no_calls_are_no_key(form, kind):
+    tokenizer = bytes_tokenizer("chatml" if kind == "asks for the key" else kind)
+    if kind == "asks for the key":
+        tokenizer.chat_template = ASKS_FOR_KEY
+    empty = [message | {"tool_calls": NO_CALLS[form]} for message in (ASK, SAYS)]
+    row, plain = (supervised_row({"messages": messages}) for messages in (empty, [ASK, SAYS]))
+    assert row == plain and policy_row({"prompt": [*empty, ASK]})["prompt"] == [ASK, SAYS, ASK]
+    trained = [outcome(lambda row=row: encode_row(tokenizer, row)) for row in (row, plain)]
+    assert trained[0] == trained[1]
+
+
+def outcome(encode):
+    """The tokens and what counts of these, or the words of a refusal."""
+    try:
+        encoded = encode()
+    except ValueError as error:
+        return str(error)
+    return encoded if isinstance(encoded, list) else (encoded.tokens, encoded.loss_mask)
+
+
+def calling(call):
+    return {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+
+def read_call(call):
+    return supervised_row(calling(call))["messages"][1]["tool_calls"][0]
+
+
+ARGUMENTS = {"an object": {"a": 1}, "JSON": '{"a": 1}', "JSON behind a space": ' {"a": 1}\n'}
+NONE = {"absent": {}, "null": {"arguments": None}, "text of null": {"arguments": "null"}, "no text": {"arguments": ""}}
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_arguments_are_an_object_in_every_spelling(flat):
+    def call(**own):
+        return {"name": "f", **own} if flat else {"type": "function", "function": {"name": "f", **own}}
+
+    for spelled in ARGUMENTS.values():
+        assert read_call(call(arguments=spelled)) == call(arguments={"a": 1})
+    for own in NONE.values():
+        assert read_call(call(**own)) == call(arguments={})
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert read_call({"function": json.dumps(function)}) == {"function": function}
+
+
+BAD_CALLS = {
+    "a list": ({"name": "f", "arguments": [["a", 1]]}, "arguments must be an object or its JSON text"),
+    "a number": ({"name": "f", "arguments": 5}, "arguments must be an object or its JSON text"),
+    "a truth": ({"name": "f", "arguments": True}, "arguments must be an object or its JSON text"),
+    "JSON of a list": ({"name": "f", "arguments": "[1]"}, "arguments must be an object or its JSON text"),
+    "no JSON": ({"name": "f", "arguments": "a=1"}, "arguments must be an object or its JSON text"),
+    "parameters": ({"name": "f", "parameters": {"a": 1}}, "stand under 'arguments', not 'parameters'"),
+    "input": ({"function": {"name": "f", "input": {"a": 1}}}, "stand under 'arguments', not 'input'"),
+    "no name": ({"arguments": {"a": 1}}, "a call has the name of its tool"),
+    "a name that is none": ({"function": {"name": 3}}, "a call has the name of its tool"),
+    "another type of call": ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "the name of its tool"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_call_in_another_form_is_refused_with_its_place(case):
+    call, words = BAD_CALLS[case]
+    with pytest.raises(ValueError, match=rf"messages\[1\]\.tool_calls\[0\].*: .*{words}"):
+        supervised_row(calling(call))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
+TOOLS = {
+    "objects": {"type": "function", "function": FUNCTION},
+    "parameters as text": {"type": "function", "function": FUNCTION | {"parameters": json.dumps(SCHEMA)}},
+    "the function as text": {"type": "function", "function": json.dumps(FUNCTION)},
+    "properties as text": {
+        "type": "function",
+        "function": FUNCTION | {"parameters": SCHEMA | {"properties": json.dumps(SCHEMA["properties"])}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "flat, form", [(flat, form) for flat in (True, False) for form in TOOLS if form[:3] != "the" or not flat]
+)
+def test_a_schema_is_an_object_in_every_spelling(form, flat):
+    tool, plain = (TOOLS[name]["function"] if flat else TOOLS[name] for name in (form, "objects"))
+    assert tools_of({"tools": [tool]}) == tools_of({"tools": json.dumps([tool])}) == (plain,)
+
+
+@pytest.mark.parametrize("part", ["function", "parameters", "properties"])
+@pytest.mark.parametrize("value", [[["a", {}]], 5, "words"], ids=str)
+def test_a_schema_of_another_form_is_refused_with_its_place(part, value):
+    tool = (
+        {"function": value}
+        if part == "function"
+        else {"function": {"name": "f", "parameters": value if part == "parameters" else {"properties": value}}}
+    )
+    with pytest.raises(ValueError, match=rf"tools\[0\].*{part} must be an object or its JSON text, got"):
+        policy_row({"prompt": "x", "tools": [tool]})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_s_maps_are_objects(suffix, tmp_path):
+    text, function = pyarrow.string(), {"name": "f", "arguments": [("city", "Paris")]}
+    call = pyarrow.struct({"function": pyarrow.struct({"name": text, "arguments": pyarrow.map_(text, text)})})
+    message = pyarrow.struct({"role": text, "content": text, "tool_calls": pyarrow.list_(call)})
+    rows = [
+        {
+            "messages": [
+                ASK | {"tool_calls": None},
+                {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+            ]
+        }
+    ]
+    table = pyarrow.Table.from_pylist(rows, schema=pyarrow.schema({"messages": pyarrow.list_(message)}))
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    (row,) = read_rows(str(path), fields=(), check=supervised_row)
+    assert row["messages"][0] == ASK
+    assert row["messages"][1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
+
+
+def test_arrays_in_hand_are_read_at_every_depth():
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    inside = [messages[0], messages[1] | {"tool_calls": np.array([call], dtype=object)}, messages[2]]
+    for prompt in (inside, np.array(messages, dtype=object), np.array(inside, dtype=object)):
+        for read in (policy_row, any_row):
+            assert read({"prompt": prompt})["prompt"] == messages
