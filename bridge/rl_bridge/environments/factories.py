@@ -264,8 +264,8 @@ def load_environment(source: str) -> FileFactory | OpenEnv:
     if match is None:
         raise ValueError(f"an environment is named FILE.py:Name or http://HOST:PORT, got {source!r}")
     path = Path(match[1]).resolve()
-    hashes = (content_of(path)[:16], _hash(path)) if path.is_file() else ()
-    factory = FileFactory(str(path), match[2], *hashes)
+    content, file = (content_of(path)[:16], _hash(path)) if path.is_file() else ("", "")
+    factory = FileFactory(str(path), match[2], content, file)
     factory.load()
     return factory
 
