@@ -261,10 +261,9 @@ def without_signal(sampled: Sampled) -> str:
     numbers = ", ".join(f"{value:g}" for value in values[:4]) + (", …" if len(values) > 4 else "")
     if not bool(sampled.ended.any()):
         reason = "all of these failed or were given up"
-    elif not bool(sampled.rewarded.any()):
-        reason = "no reward applies to any of these"
     elif not values:
-        reason = "a choice left out all that have a reward"
+        has_rewards = bool((sampled.ended & sampled.rewarded).any())
+        reason = "select left out all that have a reward" if has_rewards else "no reward applies to any of these"
     elif len(values) == 1:
         reason = f"every reward is {numbers}"
     elif bool((ends[0].amax(1) <= ends[1].amin(1)).all()):

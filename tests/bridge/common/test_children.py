@@ -89,9 +89,9 @@ def test_closing_twice_leaves_nothing(kind, tmp_path):
 
 
 def test_an_environment_that_ends_its_process_while_it_is_loaded(tmp_path):
+    text = f"{ENVIRONMENT}if (folder / 'end').exists():\n    work()\n"
+    factory = load_environment(f"{file(tmp_path, 'mine.py', text)}:Game")
     (tmp_path / "end").touch()
-    factory = load_environment(f"{file(tmp_path, 'mine.py', ENVIRONMENT)}:Game")
-    file(tmp_path, "mine.py", "work()")
     with pytest.raises(ValueError, match="in a process of its own: its process ended with exit status 7"):
         EnvironmentProcesses(factory, limit=1.0)
 

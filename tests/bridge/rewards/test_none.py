@@ -122,6 +122,8 @@ def test_what_a_choice_leaves_out_stays_out_and_is_measured():
         assert rl_bridge.Groups.joined(parts).valid.sum(1).tolist() == expected
     nothing = groups.select(torch.zeros(2, 3, dtype=torch.bool))
     assert not nothing.trajectories and nothing.rewards.shape == (0, 3)
+    left = replace(groups.scored, chosen=torch.zeros(2, 3, dtype=torch.bool))
+    assert without_signal(left).endswith("completions: select left out all that have a reward")
     assert groups.truncated.tolist() == [[False] * 3] * 2
     cut = replace(groups, trajectories=[replace(t, finish_reason="length") for t in groups.trajectories[:3]] * 2)
     assert cut.truncated.all()
