@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.models.own_model import is_file_of_class
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_train.policy_options import PolicyPipeline, WarmStart
@@ -24,7 +25,8 @@ def policy(words: Sequence[str] = ()) -> PolicyPipeline:
     if model is None:
         return quickstart()
     adapters = _value_of("--lora.rank", words) not in (None, "0")
-    return pretrained_config(model, _value_of("--data", words), adapters=adapters)
+    own = {"tokenizer": _value_of("--tokenizer", words), "weights": _value_of("--weights", words)}
+    return pretrained_config(model, _value_of("--data", words), adapters=adapters, **own)
 
 
 def _value_of(option: str, words: Sequence[str]) -> str | None:
@@ -38,8 +40,17 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
     return value
 
 
-def pretrained_config(model: str, data: str | None = None, *, adapters: bool = False) -> PolicyPipeline:
+def pretrained_config(
+    model: str,
+    data: str | None = None,
+    *,
+    adapters: bool = False,
+    tokenizer: str | None = None,
+    weights: str | None = None,
+) -> PolicyPipeline:
     """GRPO of a user's model: no supervised steps, completions of up to 512 tokens, a low learning rate.
+
+    ``tokenizer`` and ``weights`` are those of a class of the user's own.
 
     The learning rate is DAPO's (Yu et al., 2025) and TRL's, 1e-6 after a warm-up. With ``adapters`` the rate is ten
     times as high, as LoRA's best rates are about ten times those of all weights (Schulman et al., LoRA Without Regret,
@@ -48,6 +59,8 @@ def pretrained_config(model: str, data: str | None = None, *, adapters: bool = F
     return PolicyPipeline(
         name=_name_of(model, data),
         model=model,
+        tokenizer=tokenizer,
+        weights=None if weights is None else Path(weights),
         data=data,
         sft=WarmStart(rows_per_step=32, optimizer=OptimizerConfig(learning_rate=1e-5, beta2=0.999)),
         policy=PolicyConfig(
@@ -64,7 +77,7 @@ def pretrained_config(model: str, data: str | None = None, *, adapters: bool = F
 
 def _name_of(model: str, data: str | None) -> str:
     """The name of a run, by its model and data: runs/first/model and problems.jsonl make first-problems."""
-    folder = Path(model)
+    folder = Path(model.rpartition(":")[2] if is_file_of_class(model) else model)
     model_name = folder.parent.name if folder.name in EXPORTED and folder.parent.name else folder.name
     parts = [model_name, "" if data is None else Path(data.partition("@")[0]).stem]
     return "-".join(filter(None, parts)).strip(".")[:100] or "policy"

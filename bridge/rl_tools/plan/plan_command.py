@@ -12,7 +12,7 @@ from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import prompted
-from rl_bridge.pipelines.training import load_model, load_rows
+from rl_bridge.pipelines.training import load_model, load_rows, own_model
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
 from rl_tools.plan.steps import Rows, Supervision
@@ -62,7 +62,7 @@ def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[Mod
     elif prompt_tokens is None:
         raise ValueError("the length of the prompts is not known before the data is read: give --prompt-tokens")
     else:
-        source, longest = ConfigSource(pipeline.model), prompt_tokens
+        source, longest = _structure(pipeline), prompt_tokens
     config = pipeline.policy
     return source, Workload(
         prompts=config.prompts_per_step,
@@ -82,7 +82,7 @@ def _of_supervision(
     if pipeline.model is not None:
         if prompt_tokens is None or completion_tokens is None:
             raise ValueError("the rows are not read: give --prompt-tokens and --completion-tokens of the longest")
-        source: ModelSource = ConfigSource(pipeline.model)
+        source = _structure(pipeline)
         prompt, new = prompt_tokens, completion_tokens
     else:
         source, trajectories, held_out, completions = _read(pipeline)
@@ -94,6 +94,12 @@ def _of_supervision(
         new_tokens=completion_tokens or new,
         completions=completions,
     )
+
+
+def _structure(pipeline: Pipeline) -> ModelSource:
+    """The model of the options, of which no weights are read: a class of the user's own, or that of a config.json."""
+    assert pipeline.model is not None
+    return own_model(pipeline)[0] if pipeline.of_class else ConfigSource(pipeline.model)
 
 
 def _read(pipeline: Supervision) -> tuple[ModelSource, list[Trajectory], int, int]:

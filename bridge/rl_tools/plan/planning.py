@@ -144,7 +144,10 @@ def _peaks(
 def knobs(pipeline: Pipeline, source: ModelSource, workload: Load, now: Plan) -> Iterator[Knob]:
     """Savings at the peak by each option that the run does not have, the run's other options staying."""
     for option, changed in _changes(pipeline, source, workload):
-        changed_plan = plan(changed, source, workload)
+        try:
+            changed_plan = plan(changed, source, workload)
+        except ValueError:  # the model excludes this one, as a class without layers does checkpointing
+            continue
         yield Knob(option, changed_plan, now.bytes - changed_plan.bytes)
 
 

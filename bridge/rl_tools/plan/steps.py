@@ -290,12 +290,12 @@ def _shorten(module: Any) -> None:
 
 
 def _leap(decoder: CachedDecoder) -> None:
-    """Go on to the step before the cache grows, or before the rows end."""
+    """Go on to the step before the cache grows, or before the rows end; a class of the user's own has no cache."""
     rows = decoder._rows
     longest = max(len(row.prompt) + row.limit for row in rows)
     present = max(len(row.prompt) + len(row.tokens) for row in rows)
-    model: Any = decoder._model  # a model of the user's own, which has no cache, is not planned
-    total = min(max(present, model._cache.capacity), longest - 1)
+    model: Any = decoder._model
+    total = min(max(present, model._cache.capacity), longest - 1) if hasattr(model, "_cache") else longest - 1
     for row in rows:
         row.tokens.extend([1] * (total - len(row.prompt) - len(row.tokens)))
         row.logprobs.extend([0.0] * (len(row.tokens) - len(row.logprobs)))

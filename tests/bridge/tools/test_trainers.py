@@ -58,6 +58,7 @@ WORDS = {
     ],
     "arguments of the engine": ["--rollout.backend", "vllm", "--rollout.vllm.arguments", "block_size=16"],
     "a text that begins as an option does": ["--policy.sampling.stop=--seed"],
+    "a class of the user's own": ["--model", "own.py:Tiny", "--tokenizer", "words", "--weights=own.safetensors"],
     "a recipe with a term": ["objective:gspo", "--objective.clip-high", "0.01", "--objective.kl.coef", "0.02"],
     "a control": ["objective:grpo", "--kl-control.kind", "linear", "--kl-control.target", "0.05"],
 }
@@ -66,6 +67,16 @@ WORDS = {
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
 def test_a_run_is_its_file(words: list[str], tmp_path):
     returns(parse(policy, words, prog="rl-fn train policy"), tmp_path)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_class_of_the_user_s_own_is_one_by_the_words_of_each_trainer(trainer: str, tmp_path):
+    """A default that the words decide is made of all words that it needs."""
+    words = ["--data", "rows.jsonl", "--model=own.py:Tiny", "--tokenizer", "words", "--weights", "own.safetensors"]
+    config = config_of([trainer, *words], "train")[1]
+    assert (config.model, config.tokenizer, config.weights) == ("own.py:Tiny", "words", Path("own.safetensors"))
+    assert ":" not in config.name
+    returns(config, tmp_path)
 
 
 def leaves(config: Any, prefix: str = "") -> Iterator[str]:

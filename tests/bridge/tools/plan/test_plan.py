@@ -7,9 +7,11 @@ import torch
 
 from experiments.benchmarks.memory_grid import models, settings, workload
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.small import TinySource
+from rl_bridge.models.own_model import OwnSource, factory_of
+from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
+from rl_tools.plan.plan_command import run as rl_fn_plan
 from rl_tools.plan.planning import Plan, largest_micro_batch, measure, plan
 from rl_tools.plan.rehearsal import Rehearsal
 from rl_tools.plan.steps import PHASES
@@ -32,6 +34,37 @@ def test_plan_and_measurement_of_every_phase_agree():
     assert tuple(planned.phases) == PHASES
     for phase, peak in measured.phases.items():
         assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+
+
+OWN = """
+import torch
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(20, 16), torch.nn.Linear(16, 20)
+
+    def forward(self, input_ids, position_ids, attention_mask=None):
+        return self.head(torch.tanh(self.embedding(input_ids)))
+"""
+
+
+def test_a_class_of_the_user_s_own_is_planned_as_it_is_measured(tmp_path, capsys):
+    """It has no cache, and no layers to checkpoint: what cannot be is no advice."""
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path / 'own.py'}:Tiny"
+    source, pipeline = OwnSource(factory_of(name), 20), replace(dict(settings("qwen2"))["plain"], micro_batch_tokens=12)
+    planned, measured = plan(pipeline, source, SHORT), measure(pipeline, source, SHORT)
+    for phase, peak in measured.phases.items():
+        assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.save_pretrained(tmp_path / "words")
+    words = ["--model", name, "--tokenizer", str(tmp_path / "words"), "--prompt-tokens", "3"]
+    for trainer, more in (("sft", ["--completion-tokens", "3"]), ("policy", ["--data", "rows.jsonl"])):
+        assert rl_fn_plan([trainer, *words, *more]) == 0
+        printed = capsys.readouterr().out
+        assert "--dtype bfloat16" in printed and "--activations" not in printed
 
 
 @pytest.mark.slow
