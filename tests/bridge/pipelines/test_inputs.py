@@ -15,6 +15,7 @@ from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.run.provenance import of_folder
+from rl_tools.cli import main
 from rl_train.policy import run_policy
 from rl_train.policy_configs import quickstart
 from rl_train.policy_options import CriticOptions, PolicyPipeline
@@ -183,6 +184,21 @@ def test_a_model_class_its_weights_its_tokenizer_and_the_readers(inputs):
         rows_per_step=2,
     )
     every_change_is_refused(run_sft, pipeline, inputs, OWN)
+
+
+def test_a_model_class_is_trained_by_the_words_of_the_policy_command(inputs):
+    (inputs / "own.py").write_text(OWN_CLASS)
+    tokenizer().save_pretrained(inputs / "words")
+    save_file(Bigram().state_dict(), inputs / "own.safetensors")
+    words = {
+        "--model": f"{inputs / 'own.py'}:small", "--tokenizer": inputs / "words",
+        "--weights": inputs / "own.safetensors", "--reward": f"{inputs / 'reward.py'}:score",
+        "--data": inputs / "rows.jsonl", "--eval-data": inputs / "eval.jsonl", "--output": inputs / "runs",
+        "--policy.steps": 1, "--policy.prompts-per-step": 2, "--policy.responses-per-prompt": 2,
+        "--policy.sampling.max-new-tokens": 2,
+    }  # fmt: skip
+    assert main(["train", "policy", *(str(word) for option in words.items() for word in option)]) in (0, None)
+    assert (inputs / "runs" / "small-rows" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
