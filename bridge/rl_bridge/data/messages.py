@@ -1,6 +1,7 @@
 """Messages in the user's rows: the many spellings that are written, and the one that everything behind reads."""
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,22 @@ CONVERSATIONS = (*TURNS, "tools", ARGUMENTS)
 """Columns that a chat template reads."""
 NUMBERED = ("answer", "label", "margin", "chosen_win_rate", "rejected_win_rate")
 """Columns that may hold a number, in hand one of an array's kinds."""
-OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
+OTHER_ARGUMENTS = (
+    "parameters",
+    "input",
+    "args",
+    "kwargs",
+    "params",
+    "argument",
+    "inputs",
+    "tool_input",
+    "action_input",
+)
 """Names that other formats have for the arguments of a call."""
+OF_PROVIDERS = ("extra_content", "provider_specific_fields", "metadata")
+"""Objects of a call that are none of its arguments."""
+OTHER_CALLS = ("function_call", "function_calls", "tool_call", "toolCalls", "functionCall")
+"""Keys of a message that calls have in other formats than ``tool_calls``."""
 RESERVED = ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 RESERVED += ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 RESERVED += ("return_assistant_tokens_mask",)
@@ -87,20 +102,30 @@ def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _schema(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A tool whose parts are objects where they were JSON text.
+    """A tool whose function, parameters and properties are objects where they were JSON text, or empty lists.
 
     Raises:
         ValueError: a part that is no object, as a table's column of pairs in the place of properties.
     """
-    for name in ("function", "parameters", "properties"):
-        value = tool.get(name)
-        if value is None or (isinstance(value, Mapping) and name == "properties"):
-            continue
-        part = read_json(value, f"{where}.{name}")
-        if not isinstance(part, Mapping):
-            raise ValueError(f"{where}.{name} must be an object or its JSON text, got {shortened(value)}")
-        tool = {**tool, name: part if name == "properties" else _schema(part, f"{where}.{name}")}
-    return tool
+    if tool.get("function") is not None:
+        function = _object(tool["function"], f"{where}.function")
+        return {**tool, "function": _schema(function, f"{where}.function")}
+    if tool.get("parameters") is None:
+        return tool
+    parameters = _object(tool["parameters"], f"{where}.parameters")
+    # Some formats have the parameters themselves there, by their names.
+    if parameters.get("type") == "object" and parameters.get("properties") is not None:
+        properties = _object(parameters["properties"], f"{where}.parameters.properties")
+        parameters = {**parameters, "properties": properties}
+    return {**tool, "parameters": parameters}
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    """An object, or its JSON text; an empty list is one without names, as PHP writes it."""
+    part = read_json(value, where) or {}
+    if not isinstance(part, Mapping):
+        raise ValueError(f"{where} must be an object or its JSON text, got {shortened(value)}")
+    return part
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +207,7 @@ def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str,
         if hasattr(value, "tolist"):
             # A table's structs have the keys of all rows.
             read[name] = value = _own(_listed(value))
-        if isinstance(value, str) and name not in ("tools", ARGUMENTS) and value.lstrip()[:1] in ("[", "{"):
+        if isinstance(value, str) and name not in ("tools", ARGUMENTS) and value.lstrip()[:1] in ("[", "{", "a"):
             messages = _messages_in(value) if '"role"' in value else None
             read |= {} if messages is None else {name: messages}
             if messages is None and _means_messages(value):
@@ -214,13 +239,14 @@ def _messages_in(text: str) -> list[Any] | None:
 
 
 def _means_messages(text: str) -> bool:
-    """Whether the text, as JSON or as Python writes it, is of messages alone, those of ``from`` and ``value`` too."""
-    if not _NAMES_A_ROLE.search(text, 0, 4096):
+    """Whether the text, as JSON, Python or NumPy writes it, is of messages alone, ShareGPT's form too."""
+    text = text.strip()
+    if text[-1:] not in ("]", "}", ")") or not _NAMES_A_ROLE.search(text):
         return False
     value = None
-    for parse in (json.loads, ast.literal_eval) if len(text) <= PARSED else (json.loads,):
+    for parse in (json.loads, ast.literal_eval, _of_numpy) if len(text) <= PARSED else (json.loads,):
         try:
-            value = parse(text.strip())
+            value = parse(text)
             break
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
@@ -228,6 +254,12 @@ def _means_messages(text: str) -> bool:
     if not isinstance(value, list):
         return _is_message(value)
     return bool(value) and all(_is_message(item) or _is_shared(item) for item in value)
+
+
+def _of_numpy(text: str) -> Any:
+    """The list in the text of an array of objects, which has no commas, or in that of its ``repr``."""
+    items = re.sub(r"\}\s+\{", "}, {", text.removeprefix("array("))
+    return ast.literal_eval(re.sub(r",\s*dtype=object\)$", "", items))
 
 
 def _is_shared(value: Any) -> bool:
@@ -280,6 +312,15 @@ def shortened(value: Any, characters: int = 200) -> str:
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
 
 
+def rows_of_table(table: Any) -> list[Any]:
+    """The rows of an Arrow table. Its maps are objects; where one names a key twice all are lists of pairs."""
+    rows = None
+    if "map<" in str(table.schema):
+        with contextlib.suppress(KeyError, TypeError):
+            rows = table.to_pylist(maps_as_pydicts="strict")
+    return [without_keys_of_others(row) for row in (table.to_pylist() if rows is None else rows)]
+
+
 def without_keys_of_others(row: Any) -> Any:
     """A row of an Arrow table, whose structs have the keys of all rows: those that hold None are taken out.
 
@@ -303,7 +344,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if isinstance(message, Mapping) and any(hasattr(item, "tolist") for item in message.values()):
         message = _own(_listed(message))
     called = isinstance(message, Mapping) and read_json(message.get("tool_calls"), f"{where}.tool_calls")
-    if not isinstance(message, Mapping) or not {"role", *(() if called else ("content",))} <= message.keys():
+    calls = called or (isinstance(message, Mapping) and any(message.get(key) for key in OTHER_CALLS))
+    if not isinstance(message, Mapping) or not {"role", *(() if calls else ("content",))} <= message.keys():
         raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
     if not isinstance(message["role"], str) or not message["role"]:
         raise ValueError(f"{where}: role must be text, got {shortened(message['role'])}")
@@ -312,7 +354,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     left_out = FLAGS if called else (*FLAGS, "tool_calls")
     plain = {key: item for key, item in message.items() if item is not None and key not in left_out}
     # A call of a tool has no text of its own.
-    plain["content"] = "" if called and message.get("content") is None else _text(message["content"], where)
+    plain["content"] = "" if calls and message.get("content") is None else _text(message["content"], where)
     if called:
         plain["tool_calls"] = _calls(called, where)
     return plain if trained else {**plain, UNTRAINED: False}
@@ -354,12 +396,25 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = read_json(call.get("function"), f"{where}.function")
     if isinstance(function, Mapping):
-        return {**call, "function": _call(function, f"{where}.function")}
+        read = _call(function, f"{where}.function")
+        if not read["arguments"]:
+            _require_no_payload(call, where)
+        return {**call, "function": read}
     if not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError(f"{where}: a call has the name of its tool, got {shortened(call)}")
     arguments = read_json(call.get("arguments"), f"{where}.arguments")
-    if arguments is None and (others := [key for key in OTHER_ARGUMENTS if call.get(key)]):
-        raise ValueError(f"{where}: the arguments of a call stand under 'arguments', not {others[0]!r}")
-    if not isinstance(arguments, Mapping | None):
+    if not isinstance(arguments or {}, Mapping) or isinstance(arguments, bool | int | float):
         raise ValueError(f"{where}: arguments must be an object or its JSON text, got {shortened(call['arguments'])}")
+    if not arguments:
+        _require_no_payload(call, where)
     return {**call, "arguments": dict(arguments or {})}
+
+
+def _require_no_payload(call: Mapping[str, Any], where: str) -> None:
+    """Refuse a call without arguments that has an object elsewhere, or text under another name of arguments."""
+    for key, item in call.items():
+        if key in ("id", "type", "index", "name", "function", *OF_PROVIDERS):
+            continue
+        value = read_json(item, f"{where}.{key}")
+        if value and (isinstance(value, Mapping) or key in OTHER_ARGUMENTS):
+            raise ValueError(f"{where}: the arguments of a call stand under 'arguments' beside its name, not {key!r}")

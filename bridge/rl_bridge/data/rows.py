@@ -18,6 +18,7 @@ from rl_bridge.data.messages import (
     is_trained,
     messages_of_field,
     require_characters,
+    rows_of_table,
     shortened,
     tools_of,
     without_keys_of_others,
@@ -411,9 +412,8 @@ def _arrow_rows(path: Path, reader: Any) -> list[Any]:
     import pyarrow
 
     try:
-        rows = reader(path).to_pylist(maps_as_pydicts="strict")  # by default a map is a list of pairs
-        return [without_keys_of_others(row) for row in rows]
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        return rows_of_table(reader(path))
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 

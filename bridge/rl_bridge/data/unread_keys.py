@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.data.messages import ARGUMENTS, TURNS, arguments_of, tools_of
+from rl_bridge.data.messages import ARGUMENTS, OTHER_CALLS, TURNS, arguments_of, tools_of
 
 ROW_KEYS = (
     *("weight", "weights", "sample_weight", "loss_weight"),
@@ -17,12 +17,10 @@ ROW_KEYS = (
 """Columns that no command reads, and that decide ids, a mask or a weight in other libraries."""
 SUPERVISED_KEYS = ("label",)
 """Columns that say of a completion that it may be a bad one, which supervision imitates all the same."""
-OTHER_CALLS = ("function_call", "function_calls", "tool_call")
-"""Keys of a message that calls have in other formats than ``tool_calls``."""
 MESSAGE_KEYS = (
     *("name", "prefix", "partial", "tool_calls", *OTHER_CALLS, "refusal", "documents", "images", "audio"),
     *("thinking", "reasoning", "reasoning_content", "reasoning_details", "thought", "thoughts", "thinking_blocks"),
-    *("functions", "tools", "tool_plan", "tool_responses", "channel", "recipient"),
+    *("functions", "tools", "tool_plan", "tool_responses", "channel", "recipient", "additional_kwargs"),
     *("mask", "masked", "loss_mask", "loss_weight", "train_detail"),
 )
 """Keys of a message that only a chat template could read."""

@@ -15,7 +15,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import content_of, load_file
+from rl_bridge.common.user_files import content_of, load_file, sources_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
 from rl_bridge.models.encoding import messages_of
@@ -181,7 +181,7 @@ class FileFactory:
     name: str
     content: str = ""
     file: str = ""
-    """The hash of the file alone; "" compares nothing."""
+    """The hash of the file and of its neighbours that it imports; "" compares nothing."""
     _make: dict[str, EnvironmentFactory] = field(default_factory=dict, repr=False, compare=False)
     # A file may make environments of other files when it is loaded.
     _loading: Any = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -218,8 +218,9 @@ class FileFactory:
             )
         if self.file and _hash(Path(self.path)) != self.file:
             raise ValueError(
-                f"the environment file on {socket.gethostname()} is another one than the driver loaded when the run "
-                f"began: {self.path}; every machine with a worker needs the same file, and an edit is for the next run"
+                f"the environment file on {socket.gethostname()}, or a module beside it, is another than the driver's "
+                f"when the run began: {self.path}; every machine with a worker needs the same files, and an edit is "
+                "for the next run"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,7 +243,11 @@ def _file_factory(path: str, name: str, content: str, file: str) -> FileFactory:
 
 
 def _hash(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    """A hash of the file and of what it imports from its own folder, which lies beside it on every machine."""
+    parts = [source for source in sources_of(file) if source.is_relative_to(file.resolve().parent)]
+    return hashlib.sha256(b"".join(hashlib.sha256(part.read_bytes()).digest() for part in sorted(parts))).hexdigest()[
+        :16
+    ]
 
 
 def load_environment(source: str) -> FileFactory | OpenEnv:

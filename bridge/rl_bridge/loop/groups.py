@@ -116,6 +116,9 @@ class Groups:
             self._require_baseline(greedy)
             baseline = baseline_of(rewards.score(greedy.trajectories), rewards, **making)
         sampled = rewarded(rewards.score(self.trajectories), rewards, self.sampling.n, greedy=baseline, **making)
+        if self.sampled is not None:  # what was left out stays so
+            earlier = self.sampled
+            sampled = replace(sampled, chosen=earlier.chosen, sampled_groups=earlier.sampled_groups)
         scored_by = ScoredBy(rewards=rewards, options={**making, "scalar": asdict(making["scalar"]), "none": none})
         return replace(self, trajectories=sampled.trajectories, sampled=sampled, scored_by=scored_by)
 
@@ -159,7 +162,8 @@ class Groups:
         """The prompts of these places with their completions; or of a mask, with True for each that is chosen.
 
         A mask [P, n] is of completions: groups may then be of unlike sizes. The others count nowhere, neither in a
-        group's statistics nor in a loss, and ``metrics`` has their share (left_out); a prompt without any is gone.
+        group's statistics nor in a loss; a prompt without any is gone. ``metrics`` has the share of those that are left
+        out of the prompts that stay (left_out).
 
         >>> groups = groups.select(groups.rewards.std(1) > 0)  # those whose rewards differ  # doctest: +SKIP
         >>> groups = groups.select(~groups.truncated)  # completions that ended by themselves  # doctest: +SKIP
@@ -267,7 +271,7 @@ class ScoredBy:
     def settings(self) -> dict[str, Any]:
         """The options of ``score`` by name, and the fingerprint of the rewards' files, names and weights."""
         options = {f"score.{name}": value for name, value in self.options.items() if name != "max_new_tokens"}
-        return options | {"the reward or its file": self.rewards.fingerprint}
+        return options | {"the reward or its file": _fingerprint(self.rewards)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,6 +398,12 @@ class _Source:
 def _loaded(sources: tuple[_Source, ...], weights: tuple[float, ...], none: OnNone) -> Rewards:
     """The rewards, loaded once: files and processes stay open from step to step."""
     return load([key.source for key in sources], weights=weights, none=none)
+
+
+@lru_cache(maxsize=16)
+def _fingerprint(rewards: Rewards) -> str:
+    """The fingerprint of the rewards' files and names, read once."""
+    return rewards.fingerprint
 
 
 @lru_cache(maxsize=16)

@@ -46,7 +46,7 @@ class Run:
     ``state`` are the objects that change from step to step: the policy, the rows, a critic, a reference that follows.
     With ``resume`` the loop goes on from the newest checkpoint, with the same numbers to the bit, if ``state`` is whole
     and a step's random numbers are made of its number (``SamplingParams(seed=step)``). Another number of steps, and
-    another sampling or reward of the logged groups than the run began with, are named. ``samples_kept`` completions of
+    another sampling or reward of the logged groups than before, are named. ``samples_kept`` completions of
     every ``samples_every`` steps are in completions.jsonl, with what the loss had of each token; 0 keeps none.
 
     >>> with Run("grpo", state=[policy, rows]) as run:  # doctest: +SKIP
@@ -275,27 +275,29 @@ class Run:
                 )
             metrics |= {name: _number(name, number) for name, number in numbers.items()}
         for place, groups in enumerate(part for part in measured if isinstance(part, Groups)):
-            self._compare(f"{self._stages[-1]}, groups {place}", groups.settings)
+            self._compare(f"{self._stages[-1]}, groups {place}", groups.settings())
         last = updates[-1] if updates else None
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
         self._done[self._stages[-1]], self._step = self._step + 1, None
 
-    def _compare(self, name: str, settings: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
-        """Name what the program has changed since the run began, once: settings that stand in no object of the state.
+    def _compare(self, name: str, settings: Mapping[str, Any]) -> None:
+        """Name what a resumed program does otherwise than the session before: settings that stand in no object's state.
 
-        A recipe's options are compared when its run is opened.
+        Settings that moved within a session are a schedule's. A recipe's options are compared when its run is opened.
         """
-        if not self._named or name in self._compared:
+        if not self._named:
+            return
+        own = _json(name, dict(settings))
+        logged = self._run.cached_result(f"logged/{name}", lambda: {"values": own, "moved": []})
+        before, logged["values"] = logged["values"], own
+        changed = [key for key in {**before, **own} if before.get(key) != own.get(key)]
+        if name in self._compared:
+            logged["moved"] = sorted({*logged["moved"], *changed})
             return
         self._compared.add(name)
-        own = _json(name, dict(settings() if callable(settings) else settings))
-        first = self._run.cached_result(f"settings/{name}", lambda: own)
-        changes = [
-            f"{key} {first.get(key)!r} → {own.get(key)!r}" for key in {**first, **own} if first.get(key) != own.get(key)
-        ]
-        if changes:
-            remark(f"this run began with other settings than the program has now ({name}): {'; '.join(changes)}")
+        if words := [f"{key} {before.get(key)!r} → {own.get(key)!r}" for key in changed if key not in logged["moved"]]:
+            remark(f"the run before had other settings than the program has now ({name}): {'; '.join(words)}")
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result in JSON's types that is computed once in a run's life: a resumed run has the first one.

@@ -58,6 +58,7 @@ class Rollout:
         self.engine = engines.rollout(model.tokenizer, options)
         model.remark_on_ends()
         self._tools: dict[Any, FunctionTools] = {}
+        self._environments: dict[str, EnvironmentFactory] = {}
         self.ahead: Any = None
         """The ``Ahead`` that draws with this rollout."""
         self.weights_of: object = None
@@ -129,7 +130,11 @@ class Rollout:
         if (environment is None) == (not tools):
             raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
         if environment is not None:
-            return load_environment(environment) if isinstance(environment, str) else environment
+            if not isinstance(environment, str):
+                return environment
+            if environment not in self._environments:  # one for the rollout's life, whatever becomes of the file
+                self._environments[environment] = load_environment(environment)
+            return self._environments[environment]
         key = (*tools, parse)
         if key not in self._tools:
             self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}

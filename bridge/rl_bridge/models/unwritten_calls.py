@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import Chat, shortened
-from rl_bridge.data.unread_keys import OTHER_CALLS, TRIES
+from rl_bridge.data.messages import OTHER_CALLS, Chat, shortened
+from rl_bridge.data.unread_keys import TRIES
 from rl_bridge.models.chat_templates import MARK, memory_of, rendered, template_of
 
 FORMS = 4096

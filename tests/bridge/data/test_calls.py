@@ -7,7 +7,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rl_bridge.data.messages import tools_of
+from rl_bridge.data.messages import OTHER_CALLS, tools_of
 from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 from rl_bridge.loop.data import any_row
 from rl_bridge.models.encoding import encode_row
@@ -67,6 +67,9 @@ def test_arguments_are_an_object_in_every_spelling(flat):
         assert read_call(call(**own)) == call(arguments={})
     function = {"name": "f", "arguments": {"a": 1}}
     assert read_call({"function": json.dumps(function)}) == {"function": function}
+    assert read_call(call(arguments=[])) == call(arguments={})  # as PHP writes an object without names
+    others = {"id": "1", "index": 0, "status": "done", "extra_content": {"signature": "x"}}
+    assert read_call(call(arguments="{}") | others) == call(arguments={}) | others
 
 
 BAD_CALLS = {
@@ -75,8 +78,13 @@ BAD_CALLS = {
     "a truth": ({"name": "f", "arguments": True}, "arguments must be an object or its JSON text"),
     "JSON of a list": ({"name": "f", "arguments": "[1]"}, "arguments must be an object or its JSON text"),
     "no JSON": ({"name": "f", "arguments": "a=1"}, "arguments must be an object or its JSON text"),
-    "parameters": ({"name": "f", "parameters": {"a": 1}}, "stand under 'arguments', not 'parameters'"),
-    "input": ({"function": {"name": "f", "input": {"a": 1}}}, "stand under 'arguments', not 'input'"),
+    "parameters": ({"name": "f", "parameters": {"a": 1}}, "beside its name, not 'parameters'"),
+    "input": ({"function": {"name": "f", "input": {"a": 1}}}, "beside its name, not 'input'"),
+    "tool_input": ({"name": "f", "tool_input": {"a": 1}}, "stand under 'arguments' beside its name, not 'tool_input'"),
+    "an object of no name": ({"name": "f", "payload": '{"a": 1}'}, "beside its name, not 'payload'"),
+    "beside the function": ({"function": {"name": "f"}, "arguments": {"a": 1}}, "beside its name, not 'arguments'"),
+    "text beside it": ({"function": {"name": "f"}, "input": "x"}, "beside its name, not 'input'"),
+    "two kinds": ({"name": "f", "arguments": {}, "parameters": {"a": 1}}, "beside its name, not 'parameters'"),
     "no name": ({"arguments": {"a": 1}}, "a call has the name of its tool"),
     "a name that is none": ({"function": {"name": 3}}, "a call has the name of its tool"),
     "another type of call": ({"type": "custom", "custom": {"name": "f", "input": "x"}}, "the name of its tool"),
@@ -111,13 +119,33 @@ def test_a_schema_is_an_object_in_every_spelling(form, flat):
     assert tools_of({"tools": [tool]}) == tools_of({"tools": json.dumps([tool])}) == (plain,)
 
 
+NAMED_SO = {"type": "object", "properties": {"function": {"type": "string"}, "parameters": {}, "properties": {}}}
+FLAT = {"city": "string", "function": "string", "properties": "list of str"}
+AS_THEY_ARE = [
+    *({"name": "f"}, {"name": "f", "parameters": None}, {"name": "f", "parameters": {}}, {"type": "web_search"}),
+    *({"name": "f", "parameters": NAMED_SO}, {"name": "f", "parameters": FLAT}, {"name": "f", "inputSchema": SCHEMA}),
+]
+
+
+@pytest.mark.parametrize("tool", AS_THEY_ARE, ids=str)
+def test_a_schema_of_names_and_objects_stays_as_it_is(tool):
+    assert tools_of({"tools": [tool, {"function": tool}]}) == (tool, {"function": tool})
+    for nothing in ([], ""):
+        assert tools_of({"tools": [{"name": "f", "parameters": nothing}]}) == ({"name": "f", "parameters": {}},)
+
+
 @pytest.mark.parametrize("part", ["function", "parameters", "properties"])
 @pytest.mark.parametrize("value", [[["a", {}]], 5, "words"], ids=str)
 def test_a_schema_of_another_form_is_refused_with_its_place(part, value):
     tool = (
         {"function": value}
         if part == "function"
-        else {"function": {"name": "f", "parameters": value if part == "parameters" else {"properties": value}}}
+        else {
+            "function": {
+                "name": "f",
+                "parameters": value if part == "parameters" else {"type": "object", "properties": value},
+            }
+        }
     )
     with pytest.raises(ValueError, match=rf"tools\[0\].*{part} must be an object or its JSON text, got"):
         policy_row({"prompt": "x", "tools": [tool]})
@@ -146,6 +174,23 @@ def test_a_table_s_maps_are_objects(suffix, tmp_path):
     (row,) = read_rows(str(path), fields=(), check=supervised_row)
     assert row["messages"][0] == ASK
     assert row["messages"][1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
+
+
+def test_a_map_that_names_a_key_twice_is_a_list_of_pairs_where_nobody_reads_it(tmp_path):
+    text = pyarrow.string()
+    schema = pyarrow.schema({"prompt": text, "of": pyarrow.map_(text, text)})
+    table = pyarrow.Table.from_pylist([{"prompt": "x", "of": [("a", "1"), ("a", "2")]}], schema=schema)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    (row,) = read_rows(str(tmp_path / "rows.parquet"))
+    assert (row["prompt"], row["of"]) == ("x", [("a", "1"), ("a", "2")])
+
+
+@pytest.mark.parametrize("key", OTHER_CALLS)
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}], ids=str)
+def test_a_call_of_another_format_has_no_content_of_its_own(key, content):
+    message = {"role": "assistant", key: {"name": "f", "arguments": "{}"}}
+    (_, read) = supervised_row({"messages": [ASK, message | content]})["messages"]
+    assert read == message | {"content": ""}
 
 
 def test_arrays_in_hand_are_read_at_every_depth():

@@ -13,10 +13,10 @@ from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.comparisons import comparison_of, read_comparisons
-from rl_bridge.data.messages import RESERVED, Chat, arguments_of, tools_of
+from rl_bridge.data.messages import OTHER_CALLS, RESERVED, Chat, arguments_of, tools_of
 from rl_bridge.data.rows import RowStream, policy_row, read_rows, supervised_row
 from rl_bridge.data.trajectory import Request, SamplingParams, requests_of
-from rl_bridge.data.unread_keys import MESSAGE_KEYS, OTHER_CALLS, ROW_KEYS, TRIES, KeyMemory, remark_on_keys
+from rl_bridge.data.unread_keys import MESSAGE_KEYS, ROW_KEYS, TRIES, KeyMemory, remark_on_keys
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import Interact
 from rl_bridge.loop.encoded import remark_on_unread

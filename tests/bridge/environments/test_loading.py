@@ -129,9 +129,25 @@ def new_worker(new_model, tokenizer):
     return InProcessRollout(StateSource(new_model().requires_grad_(False)), tokenizer)
 
 
+GAME = """
+import beside_only_here
+
+class Game:
+    def reset(self, row): ...
+    def step(self, messages): ...
+"""
 OTHERS = {
     "no file": (None, FileNotFoundError, "no such environment file on {host}: {file}; "),
-    "another file": ("reset = step = 0", ValueError, "the environment file on {host} is another one than the driver"),
+    "another file": (
+        "reset = step = 0",
+        ValueError,
+        "the environment file on {host}, or a module beside it, is another",
+    ),
+    "another neighbour": (
+        GAME,
+        ValueError,
+        "the environment file on {host}, or a module beside it, is another than the",
+    ),
 }
 
 
@@ -139,10 +155,12 @@ OTHERS = {
 def test_a_file_that_another_machine_has_otherwise_is_named_with_the_machine(case, tmp_path, new_worker):
     """The driver loads the file at once; a worker loads the file when its first conversation begins."""
     text, kind, words = OTHERS[case]
-    file = tmp_path / "only_here.py"
-    file.write_text("class Game:\n    def reset(self, row): ...\n    def step(self, messages): ...\n")
+    file, beside = tmp_path / "only_here.py", tmp_path / "beside_only_here.py"
+    file.write_text(GAME)
+    beside.write_text("X = 1\n")
     arrived = pickle.dumps(load_environment(f"{file}:Game"))
     file.unlink()
+    beside.write_text("X = 22\n")
     if text is not None:
         file.write_text(text)
     factory = pickle.loads(arrived)

@@ -1,6 +1,7 @@
 """Faults of a loop are refused by name: objects in no checkpoint, older weights, a seed twice, two objectives."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -276,15 +277,21 @@ def other_reward(completion, row):
     return -reward(completion, row)
 
 
-OTHER_SETTINGS = "this run began with other settings than the program has now"
+def scaled(completion, row, by):
+    return by * reward(completion, row)
+
+
+OTHER_SETTINGS = "the run before had other settings than the program has now"
 # Settings that stand in no object of the state: name → (what changes in a resumed run, words of the remark).
 SETTINGS = {
     "a seed": ({"seed": 7}, None),
-    "steps": ({"steps": 3}, "(policy, steps): steps 2 → 3"),
+    "steps": ({"steps": 4}, "(policy, steps): steps 3 → 4"),
     "sampling": (
         {"max_new_tokens": 2, "n": 4},
         "(policy, groups 0): sampling.max_new_tokens 3 → 2; sampling.n 2 → 4",
     ),
+    "a schedule": ({"schedule": True}, None),
+    "a partial": ({"reward": partial(scaled, by=-1.0)}, "(policy, groups 0): the reward or its file '"),
     "a reward": ({"reward": other_reward}, "(policy, groups 0): the reward or its file '"),
     "its weight": ({"weights": [2.0], "overlong_buffer": 1}, "(policy, groups 0): score.overlong_buffer None → 1; the"),
 }
@@ -293,22 +300,24 @@ SETTINGS = {
 @pytest.mark.parametrize("case", SETTINGS)
 def test_what_a_resumed_loop_does_otherwise_is_named(case, model, tmp_path, capsys):
     changed, words = SETTINGS[case]
+    first = {"a schedule": changed, "a partial": {"reward": partial(scaled, by=1.0)}}.get(case, {})
 
-    def loop(resume, steps=2, reward=reward, seed=0, weights=(), overlong_buffer=None, **sampling):
+    def loop(resume, steps=3, reward=reward, seed=0, weights=(), overlong_buffer=None, schedule=False, **sampling):
         rollout, policy = Rollout(model), Policy(model, GRPO, AdamW(1e-3))
         sampling = SamplingParams(**{"n": 2, "max_new_tokens": 3, **sampling})
         run = Run("loop", [policy], output=tmp_path, resume=resume, checkpoint_every=1)
         with run, rollout, policy:
             for step in run.steps(steps):
-                if step == 1 and not resume:
+                if step == 2 and not resume:
                     raise KeyboardInterrupt
                 policy.sync_weights(rollout)
-                groups = rollout.generate(PROMPTS[:2], replace(sampling, seed=seed + step))
+                longer = replace(sampling, max_new_tokens=3 + step) if schedule else sampling
+                groups = rollout.generate(PROMPTS[:2], replace(longer, seed=seed + step))
                 groups = groups.score(reward, weights, overlong_buffer=overlong_buffer)
                 run.log(policy.update(groups.batch().with_advantages(GRPO)), groups)
 
     with pytest.raises(KeyboardInterrupt):
-        loop(resume=False)
+        loop(resume=False, **first)
     assert OTHER_SETTINGS not in capsys.readouterr().out
     loop(resume=True, **changed)
     named = [line for line in capsys.readouterr().out.splitlines() if OTHER_SETTINGS in line]

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rl_bridge.common.terminal import remarks
+from rl_bridge.data.messages import OTHER_CALLS
 from rl_bridge.data.rows import policy_row, supervised_row
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
@@ -139,7 +140,7 @@ def test_a_call_that_is_not_trained_on_is_named(case, turn):
         assert all(words in line for line in lines)
 
 
-@pytest.mark.parametrize("key", ["function_call", "function_calls", "tool_call"])
+@pytest.mark.parametrize("key", OTHER_CALLS)
 def test_a_call_under_another_key_is_written_or_refused(key):
     call = {"name": "add", "arguments": json.dumps({"a": 1})}
     row = supervised_row({"messages": [ASK, {"role": "assistant", "content": "", key: call}]})

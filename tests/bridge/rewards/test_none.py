@@ -114,6 +114,8 @@ def test_what_a_choice_leaves_out_stays_out_and_is_measured():
     chosen = groups.select(~torch.tensor([[True, False, False], [False, False, True]]))
     assert chosen.metrics()["left_out"] == pytest.approx(1 / 3) and "left_out" not in groups.metrics()
     assert chosen.metrics()["reward"] == pytest.approx(2 / 4) and chosen.held_out()["held_out"] == pytest.approx(0.5)
+    other = chosen.score(lambda completion, row: 3.0)
+    assert other.valid.tolist() == chosen.valid.tolist() and other.metrics()["reward"] == 3.0
     again = chosen.select(torch.tensor([[True, True, False], [True, True, True]]))
     assert again.valid.tolist() == [[False, True, False], [True, True, False]]
     assert again.select([1]).valid.tolist() == [[True, True, False]]

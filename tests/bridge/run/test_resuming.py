@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -194,3 +195,17 @@ def test_an_object_of_an_interactive_session_has_its_class_s_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "session", ModuleType("session"))  # without a file
     kind = type("Reward", (), {"__module__": "session", "__call__": lambda self, completion, row: 0.0})
     assert of_function(kind()) == "Reward:"
+
+
+def test_a_function_of_no_file_has_a_fingerprint():
+    space = {}
+    exec("def reward(completion, row): return 1.0", space)
+    for function in (space["reward"], "abc".count, str.count, lambda completion, row: 0.0, max):
+        assert of_function(function) == of_function(function) != of_function(min)
+
+
+def test_a_partial_is_its_function_and_what_it_adds():
+    one, other, none = (partial(math.pow, 2.0, **extra) for extra in ({"by": 1}, {"by": 2}, {}))
+    marks = [of_function(f) for f in (one, other, none, partial(math.sqrt, 2.0), math.pow)]
+    assert len(set(marks)) == 5 and of_function(partial(math.pow, 2.0, by=1)) == marks[0]
+    assert of_function(partial(math.pow, object())) == of_function(partial(math.pow, object()))  # no address
