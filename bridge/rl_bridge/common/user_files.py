@@ -7,10 +7,11 @@ import importlib.machinery
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -93,7 +94,7 @@ def the_users_code() -> Iterator[None]:
         with _at_work.lock:
             _at_work.calls -= 1
             if os.getcwd() != _at_work.place:
-                os.chdir(_at_work.place)
+                _chdir(_at_work.place)
             if torch is not None and _at_work.dtype not in (None, torch.get_default_dtype()):
                 torch.set_default_dtype(_at_work.dtype)
 
@@ -144,6 +145,14 @@ def _leave(status: int) -> None:
     _exit(status)
 
 
+def _move(path: Any, change: Callable[[Any], None]) -> None:
+    """``os.chdir`` or ``os.fchdir``: the program's own choice stays while functions of the user's are at work."""
+    change(path)
+    if os.getpid() == _here and not getattr(_inside, "calls", 0):
+        with _at_work.lock:
+            _at_work.place = os.getcwd()
+
+
 def _now_here() -> None:
     """A forked child is a process of its own, with nothing of the user's on its way but what forked it."""
     global _here
@@ -160,6 +169,9 @@ class _AtWork:
 _at_work, _inside = _AtWork(), threading.local()
 _here, _exit = os.getpid(), os._exit
 os._exit = _leave  # type: ignore[assignment]
+_chdir, _fchdir = os.chdir, os.fchdir
+os.chdir = functools.wraps(_chdir)(lambda path: _move(path, _chdir))
+os.fchdir = functools.wraps(_fchdir)(lambda fd: _move(fd, _fchdir))
 os.register_at_fork(after_in_child=_now_here)
 
 
@@ -184,19 +196,24 @@ def _neighbours(folder: Path) -> Iterator[None]:
 def mark_of(function: Any) -> str:
     """The name of a function or class of the user's, and a hash of its file with the modules that the file imports.
 
-    A partial has its arguments, too. What has no file, as a class of a notebook, is known by its name alone.
+    A partial has its arguments, too. What has no file, as a class of a notebook, and what is this library's or Python's
+    own is known by its name alone.
     """
-    arguments = ""
     if isinstance(function, functools.partial):
-        arguments = f"{function.args!r}{function.keywords!r}"
-        function = function.func
-    definition = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+        arguments = re.sub(r" at 0x[0-9a-f]+", "", f"{function.args!r}{function.keywords!r}")
+        return f"{mark_of(function.func)}{arguments}"
+    # An object that is called has the source of its class.
+    definition: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+    module = getattr(definition, "__module__", None) or ""
+    name = getattr(definition, "__qualname__", type(definition).__qualname__)
+    if module.split(".")[0] in ("", "builtins", *_OWN):
+        return f"{module}.{name}"
     try:
         file = inspect.getsourcefile(definition)
     except (OSError, TypeError):
         file = None
     content = content_of(Path(file))[:16] if file is not None and Path(file).is_file() else ""
-    return f"{definition.__qualname__}{arguments}:{content}"
+    return f"{name}:{content}"
 
 
 def content_of(file: Path) -> str:

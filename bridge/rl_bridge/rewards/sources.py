@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_bridge.common.terminal import tell
-from rl_bridge.common.user_files import content_of
+from rl_bridge.common.user_files import content_of, mark_of
 from rl_bridge.data.rows import is_comparable, text_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
@@ -20,7 +20,7 @@ from rl_bridge.rewards.reward_process import AskedElsewhere, RewardProcess
 from rl_bridge.rewards.rewards import NamedReward, OnNone, Rewards, watched, with_rows
 from rl_bridge.rewards.scoring_models import Judge, RemoteRewardModel, RewardModel, Server
 from rl_bridge.run.options import MAY_CHANGE, require_used
-from rl_bridge.run.provenance import of_folder, of_function
+from rl_bridge.run.provenance import of_folder
 
 
 def exact_match(completion: str, row: Mapping[str, Any]) -> float:
@@ -277,7 +277,7 @@ def _own_name(source: Source) -> str:
 def _fingerprint(source: Source) -> str:
     """A fingerprint of the source's content: another one where a value may be another. Its place does not count."""
     if not isinstance(source, str):
-        return of_function(source)
+        return mark_of(source)
     kind, _, rest = source.partition(":")
     if kind == "model":
         # Not at the top: a reward's own process needs no torch.

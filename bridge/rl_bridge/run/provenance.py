@@ -1,9 +1,7 @@
 """Origin of a run: command, commit, versions, environment, hashes of data and rewards; without secrets."""
 
 import contextlib
-import functools
 import hashlib
-import inspect
 import json
 import os
 import platform
@@ -20,7 +18,6 @@ from typing import Any
 
 from rl_bridge.common.append_log import AppendLog, read_log
 from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
-from rl_bridge.common.user_files import content_of
 
 # Fingerprints of a run's data, models and rewards.
 
@@ -116,36 +113,6 @@ def _of_file(file: Path) -> str:
                 digest.update(chunk)
         _known[key] = digest.hexdigest()
     return _known[key]
-
-
-def of_function(function: Callable[..., Any]) -> str:
-    """The fingerprint of a function: its name and its file, with the modules that this file imports.
-
-    For a function of this library, or of none, the name alone; a ``partial`` has the arguments that it adds.
-    """
-    if isinstance(function, functools.partial):
-        return f"{of_function(function.func)} with {_plain(function.args)} {_plain(function.keywords)}"
-    # An object that is called has the source of its class.
-    definition: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
-    module = getattr(definition, "__module__", None) or ""
-    qualified = getattr(definition, "__qualname__", type(definition).__qualname__)
-    if not module or module.split(".")[0] in ("rl_bridge", "rl_fn", "builtins"):
-        return f"{module}.{qualified}"
-    try:
-        file = inspect.getsourcefile(definition)
-    except TypeError:  # a class of an interactive session has no file
-        file = None
-    content = content_of(Path(file)) if file is not None and Path(file).is_file() else ""
-    return f"{qualified}:{content[:16]}"
-
-
-def _plain(value: Any) -> Any:
-    """A value whose text is the same in every process: of an object its kind."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, bool | int | float | str | None) else type(value).__qualname__
 
 
 # provenance.jsonl, a line an attempt.

@@ -9,11 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from rl_bridge.common.user_files import mark_of
 from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.rewards import exact_match, load_reward
 from rl_bridge.run.folder import options_of
 from rl_bridge.run.options import RunOptions
-from rl_bridge.run.provenance import of_function, of_rows
+from rl_bridge.run.provenance import of_rows
 from rl_bridge.run.run import Run
 from tests.support.counting_run import DATA, Optimizer, Options, go
 
@@ -185,27 +186,27 @@ def test_fingerprints_are_of_what_is_there_not_of_where_it_lies(tmp_path):
     sources = {}
     for name, body in (("a", "return 1.0"), ("b", "return 1.0"), ("c", "return 2.0")):
         (tmp_path / f"{name}.py").write_text(f"def f(c, r):\n    {body}\n\n\ndef g(c, r):\n    {body}\n")
-        sources[name] = of_function(load_reward(f"{tmp_path / name}.py:f"))
+        sources[name] = mark_of(load_reward(f"{tmp_path / name}.py:f"))
     assert sources["a"] == sources["b"] != sources["c"]
-    assert of_function(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
-    assert of_function(exact_match) == "rl_bridge.rewards.sources.exact_match"
+    assert mark_of(load_reward(f"{tmp_path}/a.py:g")) != sources["a"]
+    assert mark_of(exact_match) == "rl_bridge.rewards.sources.exact_match"
 
 
 def test_an_object_of_an_interactive_session_has_its_class_s_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "session", ModuleType("session"))  # without a file
     kind = type("Reward", (), {"__module__": "session", "__call__": lambda self, completion, row: 0.0})
-    assert of_function(kind()) == "Reward:"
+    assert mark_of(kind()) == "Reward:"
 
 
 def test_a_function_of_no_file_has_a_fingerprint():
     space = {}
     exec("def reward(completion, row): return 1.0", space)
     for function in (space["reward"], "abc".count, str.count, lambda completion, row: 0.0, max):
-        assert of_function(function) == of_function(function) != of_function(min)
+        assert mark_of(function) == mark_of(function) != mark_of(min)
 
 
 def test_a_partial_is_its_function_and_what_it_adds():
     one, other, none = (partial(math.pow, 2.0, **extra) for extra in ({"by": 1}, {"by": 2}, {}))
-    marks = [of_function(f) for f in (one, other, none, partial(math.sqrt, 2.0), math.pow)]
-    assert len(set(marks)) == 5 and of_function(partial(math.pow, 2.0, by=1)) == marks[0]
-    assert of_function(partial(math.pow, object())) == of_function(partial(math.pow, object()))  # no address
+    marks = [mark_of(f) for f in (one, other, none, partial(math.sqrt, 2.0), math.pow)]
+    assert len(set(marks)) == 5 and mark_of(partial(math.pow, 2.0, by=1)) == marks[0]
+    assert mark_of(partial(math.pow, object())) == mark_of(partial(math.pow, object()))  # no address
