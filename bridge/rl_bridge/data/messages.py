@@ -28,7 +28,8 @@ OTHER_ARGUMENTS = (
     "action_input",
 )
 """Names that other formats have for the arguments of a call."""
-OF_PROVIDERS = ("extra_content", "provider_specific_fields", "metadata")
+OF_PROVIDERS = ("extra_content", "provider_specific_fields", "metadata", "cache_control")
+OF_PROVIDERS += ("result", "output", "response")
 """Objects of a call that are none of its arguments."""
 OTHER_CALLS = ("function_call", "function_calls", "tool_call", "toolCalls", "functionCall")
 """Keys of a message that calls have in other formats than ``tool_calls``."""
@@ -46,6 +47,15 @@ _HALF = re.compile("[\ud800-\udfff]")
 _NAMES_A_ROLE = re.compile(r"""['"](role|from)['"]\s*:""")
 _SPEAKERS = ("human", "user", "gpt", "assistant", "chatgpt", "bing", "bard", "model", "system", "tool", "function")
 _SPEAKERS += ("observation", "function_call", "function_response")
+_NUMPY = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"\}\s+\{", "}, {"),
+        (r"\barray\(|\bnp\.\w+\(", "("),
+        (r",\s*dtype=\w+\)", ")"),
+        (r"\bnan\b", "None"),
+    )
+)
 PARSED = 1 << 20
 """Characters of the longest text that is read as Python's."""
 
@@ -108,24 +118,37 @@ def _schema(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         ValueError: a part that is no object, as a table's column of pairs in the place of properties.
     """
     if tool.get("function") is not None:
-        function = _object(tool["function"], f"{where}.function")
+        function = read_json(tool["function"], f"{where}.function")
+        if not isinstance(function, Mapping):
+            raise _no_object(f"{where}.function", tool["function"])
         return {**tool, "function": _schema(function, f"{where}.function")}
     if tool.get("parameters") is None:
         return tool
     parameters = _object(tool["parameters"], f"{where}.parameters")
-    # Some formats have the parameters themselves there, by their names.
-    if parameters.get("type") == "object" and parameters.get("properties") is not None:
-        properties = _object(parameters["properties"], f"{where}.parameters.properties")
-        parameters = {**parameters, "properties": properties}
-    return {**tool, "parameters": parameters}
+    properties = parameters.get("properties")
+    if properties is None or isinstance(properties, Mapping) or _describes(parameters):
+        return {**tool, "parameters": parameters}
+    read = _object(properties, f"{where}.parameters.properties")
+    return {**tool, "parameters": {**parameters, "properties": read}}
+
+
+def _describes(parameters: Mapping[str, Any]) -> bool:
+    """Whether ``properties`` are words about a parameter of that name: some formats have no schema around the names."""
+    is_schema = any(kind in str(parameters.get("type")).lower() for kind in ("object", "dict"))
+    return not is_schema and isinstance(read_json(parameters["properties"], "properties"), str)
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:
     """An object, or its JSON text; an empty list is one without names, as PHP writes it."""
-    part = read_json(value, where) or {}
+    part = read_json(value, where)
+    part = {} if part is None or part == [] else part
     if not isinstance(part, Mapping):
-        raise ValueError(f"{where} must be an object or its JSON text, got {shortened(value)}")
+        raise _no_object(where, value)
     return part
+
+
+def _no_object(where: str, value: Any) -> ValueError:
+    return ValueError(f"{where} must be an object or its JSON text, got {shortened(value)}")
 
 
 def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,12 +225,14 @@ def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str,
         ValueError: half of a surrogate pair in one of these, with its place; or text of messages in another form.
     """
     read: dict[str, Any] = {}
+    holding = {*TURNS, *fields}
     for name in dict.fromkeys((*CONVERSATIONS, *NUMBERED, *fields)):
         value = row.get(name)
         if hasattr(value, "tolist"):
             # A table's structs have the keys of all rows.
             read[name] = value = _own(_listed(value))
-        if isinstance(value, str) and name not in ("tools", ARGUMENTS) and value.lstrip()[:1] in ("[", "{", "a"):
+        # An answer to compare with is text, whatever its text says; as a response it is among the fields.
+        if isinstance(value, str) and name in holding and value.lstrip()[:1] in ("[", "{", "(", "a"):
             messages = _messages_in(value) if '"role"' in value else None
             read |= {} if messages is None else {name: messages}
             if messages is None and _means_messages(value):
@@ -251,15 +276,16 @@ def _means_messages(text: str) -> bool:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     value = value.get("messages") if isinstance(value, dict) and len(value) == 1 else value
-    if not isinstance(value, list):
+    if not isinstance(value, list | tuple):
         return _is_message(value)
     return bool(value) and all(_is_message(item) or _is_shared(item) for item in value)
 
 
 def _of_numpy(text: str) -> Any:
-    """The list in the text of an array of objects, which has no commas, or in that of its ``repr``."""
-    items = re.sub(r"\}\s+\{", "}, {", text.removeprefix("array("))
-    return ast.literal_eval(re.sub(r",\s*dtype=object\)$", "", items))
+    """The list in the text of an array of objects, which has no commas, or in that of its ``repr``, at every depth."""
+    for pattern, words in _NUMPY:
+        text = pattern.sub(words, text)
+    return ast.literal_eval(text)
 
 
 def _is_shared(value: Any) -> bool:
@@ -398,7 +424,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if isinstance(function, Mapping):
         read = _call(function, f"{where}.function")
         if not read["arguments"]:
-            _require_no_payload(call, where)
+            _require_no_payload(call, where, named=function.get("arguments") is not None)
         return {**call, "function": read}
     if not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError(f"{where}: a call has the name of its tool, got {shortened(call)}")
@@ -406,15 +432,19 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(arguments or {}, Mapping) or isinstance(arguments, bool | int | float):
         raise ValueError(f"{where}: arguments must be an object or its JSON text, got {shortened(call['arguments'])}")
     if not arguments:
-        _require_no_payload(call, where)
+        named = call.get("arguments") is not None
+        _require_no_payload({key: item for key, item in call.items() if key != "arguments"}, where, named=named)
     return {**call, "arguments": dict(arguments or {})}
 
 
-def _require_no_payload(call: Mapping[str, Any], where: str) -> None:
-    """Refuse a call without arguments that has an object elsewhere, or text under another name of arguments."""
+def _require_no_payload(call: Mapping[str, Any], where: str, *, named: bool) -> None:
+    """Refuse a call without arguments that has these in another place: under another name, or beside its function.
+
+    Where arguments are ``named``, and empty, an object of another name is something else.
+    """
     for key, item in call.items():
         if key in ("id", "type", "index", "name", "function", *OF_PROVIDERS):
             continue
         value = read_json(item, f"{where}.{key}")
-        if value and (isinstance(value, Mapping) or key in OTHER_ARGUMENTS):
+        if value and (key in ("arguments", *OTHER_ARGUMENTS) or (isinstance(value, Mapping) and not named)):
             raise ValueError(f"{where}: the arguments of a call stand under 'arguments' beside its name, not {key!r}")

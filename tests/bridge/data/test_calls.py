@@ -68,7 +68,8 @@ def test_arguments_are_an_object_in_every_spelling(flat):
     function = {"name": "f", "arguments": {"a": 1}}
     assert read_call({"function": json.dumps(function)}) == {"function": function}
     assert read_call(call(arguments=[])) == call(arguments={})  # as PHP writes an object without names
-    others = {"id": "1", "index": 0, "status": "done", "extra_content": {"signature": "x"}}
+    others = {"id": "1", "index": 0, "status": "done", "extra_content": {"signature": "x"}, "result": '{"time": 12}'}
+    others |= {"cache_control": {"type": "ephemeral"}, "output": {"a": 1}, "note": {"a": 1}}
     assert read_call(call(arguments="{}") | others) == call(arguments={}) | others
 
 
@@ -84,6 +85,8 @@ BAD_CALLS = {
     "an object of no name": ({"name": "f", "payload": '{"a": 1}'}, "beside its name, not 'payload'"),
     "beside the function": ({"function": {"name": "f"}, "arguments": {"a": 1}}, "beside its name, not 'arguments'"),
     "text beside it": ({"function": {"name": "f"}, "input": "x"}, "beside its name, not 'input'"),
+    "text beside the function": ({"function": {"name": "f"}, "arguments": "Oslo"}, "beside its name, not 'arguments'"),
+    "a list beside the function": ({"function": {"name": "f"}, "arguments": ["x"]}, "beside its name, not 'arguments'"),
     "two kinds": ({"name": "f", "arguments": {}, "parameters": {"a": 1}}, "beside its name, not 'parameters'"),
     "no name": ({"arguments": {"a": 1}}, "a call has the name of its tool"),
     "a name that is none": ({"function": {"name": 3}}, "a call has the name of its tool"),
@@ -103,6 +106,12 @@ FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA}
 TOOLS = {
     "objects": {"type": "function", "function": FUNCTION},
     "parameters as text": {"type": "function", "function": FUNCTION | {"parameters": json.dumps(SCHEMA)}},
+    "properties as text, of another type": {
+        "function": FUNCTION | {"parameters": {"type": "dict", "properties": json.dumps(SCHEMA["properties"])}}
+    },
+    "properties as text, of no type": {
+        "function": FUNCTION | {"parameters": {"properties": json.dumps(SCHEMA["properties"])}}
+    },
     "the function as text": {"type": "function", "function": json.dumps(FUNCTION)},
     "properties as text": {
         "type": "function",
@@ -116,7 +125,12 @@ TOOLS = {
 )
 def test_a_schema_is_an_object_in_every_spelling(form, flat):
     tool, plain = (TOOLS[name]["function"] if flat else TOOLS[name] for name in (form, "objects"))
-    assert tools_of({"tools": [tool]}) == tools_of({"tools": json.dumps([tool])}) == (plain,)
+    read = tools_of({"tools": [tool]})
+    assert read == tools_of({"tools": json.dumps([tool])})
+    if "of " not in form:
+        assert read == (plain,)
+    function = read[0] if flat else read[0]["function"]
+    assert function["parameters"]["properties"] == SCHEMA["properties"]
 
 
 NAMED_SO = {"type": "object", "properties": {"function": {"type": "string"}, "parameters": {}, "properties": {}}}
@@ -149,6 +163,16 @@ def test_a_schema_of_another_form_is_refused_with_its_place(part, value):
     )
     with pytest.raises(ValueError, match=rf"tools\[0\].*{part} must be an object or its JSON text, got"):
         policy_row({"prompt": "x", "tools": [tool]})
+
+
+@pytest.mark.parametrize("kind", [None, "dict", "OBJECT", ["object", "null"]], ids=str)
+def test_pairs_are_no_properties_whatever_the_type(kind):
+    tool = {"name": "f", "parameters": {"type": kind, "properties": [["a", {}]]}}
+    with pytest.raises(ValueError, match=r"tools\[0\]\.parameters\.properties must be an object or its JSON text"):
+        tools_of({"tools": [tool]})
+    for bad in ({"function": ""}, {"function": []}, {"name": "f", "parameters": False}):
+        with pytest.raises(ValueError, match="must be an object or its JSON text"):
+            tools_of({"tools": [bad]})
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

@@ -21,6 +21,11 @@ REFUSED = {
     "as Python writes one message": str(ASK),
     "as NumPy writes an array": str(np.array([{"content": "hi", "role": "user"}, SAYS], dtype=object)),
     "as NumPy writes an array's repr": repr(np.array([ASK, SAYS], dtype=object)),
+    "an array in an array": str(
+        np.array([ASK | {"content": np.array([{"type": "text", "text": "hi"}])}], dtype=object)
+    ),
+    "numbers of NumPy": str([ASK | {"score": np.float64(1.0), "note": float("nan")}]),
+    "a tuple": str((ASK, SAYS)),
     "a long content before the role": str([{"content": "w " * 5000, "role": "user"}]),
     "from and value": json.dumps(SHARED),
     "from and value, by Python": str(SHARED),
@@ -58,6 +63,12 @@ def test_text_of_messages_in_another_form_is_refused(form, field):
     if field == "prompt":
         with pytest.raises(ValueError, match="give a list, or JSON text of messages with role and content"):
             policy_row({"prompt": REFUSED[form]})
+
+
+def test_an_answer_to_compare_with_stays_text_and_one_to_imitate_does_not():
+    text = json.dumps({"role": "admin", "content": "x"})
+    assert policy_row({"prompt": "write JSON", "answer": text})["answer"] == text
+    assert supervised_row({"prompt": "1+1", "answer": json.dumps([SAYS])})["answer"] == [SAYS]
 
 
 @pytest.mark.parametrize("text", PLAIN, ids=range(len(PLAIN)))
