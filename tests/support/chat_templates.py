@@ -49,6 +49,13 @@ KINDS = {
 SPECIAL = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"]
 
 
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of ``chatml`` with another chat template."""
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def bytes_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE with a few merges, and the template of that kind; it begins a text with its bos, if any."""
     template, end, bos, eos = KINDS[kind]

@@ -130,11 +130,12 @@ class Sampled:
         What failed is in these shares alone.
         """
         ended, several = self.ended, len(self.names) > 1
+        counted = ended if self.chosen is None else ended & self.chosen
         metrics = {"reward": _mean(self.rewards, self.valid)}
         applies = dict(zip(self.names, self.applies.unbind(1), strict=False))  # of the overlong penalty there is none
         if several:
             for i, name in enumerate(self.names):
-                metrics[f"reward/{name}"] = _mean(self.matrix[:, i], applies.get(name, ended) & ended)
+                metrics[f"reward/{name}"] = _mean(self.matrix[:, i], applies.get(name, counted) & counted)
         if bool((~self.applies & ended[:, None]).any()):
             metrics["unrewarded"] = _mean(~self.rewarded, ended)
             metrics |= {f"unrewarded/{name}": _mean(~own, ended) for name, own in applies.items() if several}

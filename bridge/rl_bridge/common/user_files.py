@@ -11,8 +11,9 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -82,7 +83,7 @@ def the_users_code() -> Iterator[None]:
     gradients = torch is None or torch.is_grad_enabled()
     with _at_work.lock:
         if not _at_work.calls:
-            _at_work.place = os.getcwd()
+            _at_work.place = _place()
             _at_work.dtype = None if torch is None else torch.get_default_dtype()
         _at_work.calls += 1
     try:
@@ -92,8 +93,8 @@ def the_users_code() -> Iterator[None]:
         if torch is not None:
             torch.set_grad_enabled(gradients)
         with _at_work.lock:
-            _at_work.calls -= 1
-            if os.getcwd() != _at_work.place:
+            _at_work.calls = max(0, _at_work.calls - 1)  # a forked child begins at 0
+            if _at_work.place is not None and _place() != _at_work.place:
                 _chdir(_at_work.place)
             if torch is not None and _at_work.dtype not in (None, torch.get_default_dtype()):
                 torch.set_default_dtype(_at_work.dtype)
@@ -145,24 +146,49 @@ def _leave(status: int) -> None:
     _exit(status)
 
 
-def _move(path: Any, change: Callable[[Any], None]) -> None:
-    """``os.chdir`` or ``os.fchdir``: the program's own choice stays while functions of the user's are at work."""
-    change(path)
-    if os.getpid() == _here and not getattr(_inside, "calls", 0):
+def _place() -> str | None:
+    """The working directory; None where a function has removed it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def chdir(path: Any) -> None:
+    """``os.chdir``; see ``_keep_place``."""
+    _chdir(path)
+    _keep_place()
+
+
+def fchdir(fd: Any) -> None:
+    """``os.fchdir``; see ``_keep_place``."""
+    _fchdir(fd)
+    _keep_place()
+
+
+def _keep_place() -> None:
+    """Keep what the program itself chooses while functions of the user's are at work, in the main thread alone.
+
+    A function may change the directory in a thread of its own, too.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and os.getpid() == _here and not getattr(_inside, "calls", 0):
         with _at_work.lock:
-            _at_work.place = os.getcwd()
+            _at_work.place = _place()
 
 
 def _now_here() -> None:
     """A forked child is a process of its own, with nothing of the user's on its way but what forked it."""
     global _here
     _here = -1
+    _at_work.lock, _at_work.calls = threading.Lock(), 0  # another thread of the parent may have had the lock
 
 
 class _AtWork:
     """How many threads are in functions of the user's, and what was set in the process before the first."""
 
-    lock, calls, place = threading.Lock(), 0, ""
+    lock, calls = threading.Lock(), 0
+    place: str | None = None
     dtype: Any = None
 
 
@@ -170,8 +196,8 @@ _at_work, _inside = _AtWork(), threading.local()
 _here, _exit = os.getpid(), os._exit
 os._exit = _leave  # type: ignore[assignment]
 _chdir, _fchdir = os.chdir, os.fchdir
-os.chdir = functools.wraps(_chdir)(lambda path: _move(path, _chdir))
-os.fchdir = functools.wraps(_fchdir)(lambda fd: _move(fd, _fchdir))
+os.chdir, os.fchdir = chdir, fchdir
+os.supports_fd.add(chdir)
 os.register_at_fork(after_in_child=_now_here)
 
 
@@ -196,14 +222,17 @@ def _neighbours(folder: Path) -> Iterator[None]:
 def mark_of(function: Any) -> str:
     """The name of a function or class of the user's, and a hash of its file with the modules that the file imports.
 
-    A partial has its arguments, too. What has no file, as a class of a notebook, and what is this library's or Python's
-    own is known by its name alone.
+    A partial has its arguments, too, and an object of a dataclass a hash of its fields. What has no file, as a class of
+    a notebook, and what is this library's own is known by its name alone.
     """
     if isinstance(function, functools.partial):
-        arguments = re.sub(r" at 0x[0-9a-f]+", "", f"{function.args!r}{function.keywords!r}")
-        return f"{mark_of(function.func)}{arguments}"
-    # An object that is called has the source of its class.
-    definition: Any = function if inspect.isroutine(function) or inspect.isclass(function) else type(function)
+        return f"{mark_of(function.func)}{_plain(function.args)}{_plain(function.keywords)}"
+    if is_dataclass(function) and not isinstance(function, type):
+        fields_of = {field.name: getattr(function, field.name) for field in fields(function) if field.compare}
+        return f"{mark_of(type(function))}({hashlib.sha256(repr(_plain(fields_of)).encode()).hexdigest()[:16]})"
+    # An object that is called has the source of its class, a decorated function its own.
+    is_named = inspect.isroutine(function) or inspect.isclass(function)
+    definition: Any = inspect.unwrap(function) if is_named else type(function)
     module = getattr(definition, "__module__", None) or ""
     name = getattr(definition, "__qualname__", type(definition).__qualname__)
     if module.split(".")[0] in ("", "builtins", *_OWN):
@@ -216,22 +245,35 @@ def mark_of(function: Any) -> str:
     return f"{name}:{content}"
 
 
+def _plain(value: Any) -> Any:
+    """A value whose text is the same in every process: no address, and no order of a set."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, map(_plain, value)))
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return mark_of(value) if callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
 def content_of(file: Path) -> str:
     """A hash of the file and of all modules of the user's that it imports, wherever they lie."""
     parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sources_of(file)]
     return hashlib.sha256("\n".join([parts[0].rpartition(" ")[2], *sorted(parts[1:])]).encode()).hexdigest()
 
 
-def sources_of(file: Path) -> list[Path]:
+def sources_of(file: Path, search: Sequence[str] | None = None) -> list[Path]:
     """The file and all modules of the user's that it imports, wherever in it, and those that these import.
 
-    They are found by their names, beside the file first and then where Python looks; nothing is run. Modules of
-    Python, of installed packages and of this library are not the user's. What is imported by a computed name is not
-    found.
+    They are found by their names, beside the file first and then in the folders ``search``, by default where Python
+    looks; nothing is run. Modules of Python, of installed packages and of this library are not the user's. What is
+    imported by a computed name is not found.
     """
     sources: dict[Path, None] = {}
     waiting = [file.resolve()]
-    folders = [str(file.resolve().parent), *sys.path]
+    folders = [str(file.resolve().parent), *(sys.path if search is None else search)]
     while waiting:
         path = waiting.pop(0)
         if path in sources:

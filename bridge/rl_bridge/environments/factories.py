@@ -244,7 +244,7 @@ def _file_factory(path: str, name: str, content: str, file: str) -> FileFactory:
 
 def _hash(file: Path) -> str:
     """A hash of the file and of what it imports from its own folder, which lies beside it on every machine."""
-    parts = [source for source in sources_of(file) if source.is_relative_to(file.resolve().parent)]
+    parts = sources_of(file, search=())
     return hashlib.sha256(b"".join(hashlib.sha256(part.read_bytes()).digest() for part in sorted(parts))).hexdigest()[
         :16
     ]

@@ -12,7 +12,7 @@ from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
-from rl_bridge.data.messages import Chat, in_one_form
+from rl_bridge.data.messages import Chat, in_one_form, shortened
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
 from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
 from rl_bridge.data.tasks import split_rows
@@ -238,7 +238,8 @@ def in_hand(
         try:
             checked.append(check(row))
         except ValueError as error:
-            raise ValueError(f"{row.get('_where', f'row {number}')}: {error}") from error
+            where = row.get("_where") if isinstance(row, Mapping) else None
+            raise ValueError(f"{where or f'row {number}'}: {error}") from error
     if model is not None:
         name_unread(model, checked, check)
     return checked
@@ -274,7 +275,9 @@ def name_unread(
 
 def any_row(row: Any) -> Any:
     """A row to sample from or to imitate in one spelling; one without text or messages is an environment's own."""
-    if not isinstance(row, Mapping) or "_where" in row:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"a row is an object with columns, got {shortened(row)}")
+    if "_where" in row:
         return row
     row = in_one_form(row)
     text = [name for name in ("prompt", "messages") if not missing(row, name)]

@@ -297,7 +297,10 @@ class Run:
             return
         self._compared.add(name)
         if words := [f"{key} {before.get(key)!r} → {own.get(key)!r}" for key in changed if key not in logged["moved"]]:
-            remark(f"the run before had other settings than the program has now ({name}): {'; '.join(words)}")
+            remark(
+                f"the run before had other settings than the program has now ({name}): {'; '.join(words)}; a schedule "
+                "of the program's own may be all there is to it"
+            )
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """A result in JSON's types that is computed once in a run's life: a resumed run has the first one.

@@ -1,5 +1,6 @@
 """``Rollout``: the engine that draws a loop's completions, one turn or a conversation with an environment."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -58,7 +59,7 @@ class Rollout:
         self.engine = engines.rollout(model.tokenizer, options)
         model.remark_on_ends()
         self._tools: dict[Any, FunctionTools] = {}
-        self._environments: dict[str, EnvironmentFactory] = {}
+        self._environments: dict[tuple[str, str], EnvironmentFactory] = {}
         self.ahead: Any = None
         """The ``Ahead`` that draws with this rollout."""
         self.weights_of: object = None
@@ -132,9 +133,10 @@ class Rollout:
         if environment is not None:
             if not isinstance(environment, str):
                 return environment
-            if environment not in self._environments:  # one for the rollout's life, whatever becomes of the file
-                self._environments[environment] = load_environment(environment)
-            return self._environments[environment]
+            place = (os.getcwd(), environment)
+            if place not in self._environments:  # one for the rollout's life, whatever becomes of the file
+                self._environments[place] = load_environment(environment)
+            return self._environments[place]
         key = (*tools, parse)
         if key not in self._tools:
             self._tools = {key: function_tools(tools, self.model.tokenizer, parse)}

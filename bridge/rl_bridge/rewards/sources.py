@@ -163,12 +163,16 @@ def load(
         if not isinstance(rest, str):
             name = _unlike(name, {other for other, _ in pairs})
         pairs.append((name, rest))
-    return Rewards(
-        [loaded.reward(name, rest) for name, rest in pairs],
-        weights,
-        none=none,
-        fingerprint=lambda: repr(([(name, _fingerprint(rest)) for name, rest in pairs], protocol)),
-    )
+    rewards = [loaded.reward(name, rest) for name, rest in pairs]
+    # Of the files as they are now: the program may go elsewhere, and edits are for another run.
+    of_files = [isinstance(rest, str) and not rest.startswith("model:") for _, rest in pairs]
+    marks = [_fingerprint(rest) if of_file else None for (_, rest), of_file in zip(pairs, of_files, strict=True)]
+
+    def fingerprint() -> str:
+        own = [(name, mark or _fingerprint(rest)) for (name, rest), mark in zip(pairs, marks, strict=True)]
+        return repr((own, protocol))
+
+    return Rewards(rewards, weights, none=none, fingerprint=fingerprint)
 
 
 def score(
@@ -276,6 +280,8 @@ def _own_name(source: Source) -> str:
 
 def _fingerprint(source: Source) -> str:
     """A fingerprint of the source's content: another one where a value may be another. Its place does not count."""
+    if isinstance(source, RewardModel):
+        source = f"model:{source.name}"
     if not isinstance(source, str):
         return mark_of(source)
     kind, _, rest = source.partition(":")

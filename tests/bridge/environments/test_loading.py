@@ -2,6 +2,7 @@ import asyncio
 import concurrent.futures
 import pickle
 import socket
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -180,6 +181,17 @@ def test_a_file_that_another_machine_has_otherwise_is_named_with_the_machine(cas
         with pytest.raises(kind) as failure:
             use()
         assert str(failure.value).startswith(words.format(host=socket.gethostname(), file=file))
+
+
+def test_a_file_that_extends_the_path_is_the_same_file_each_time(tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "helper_of_a_game.py").write_text("X = 1\n")
+    text = f"import sys\nsys.path.insert(0, {str(tmp_path / 'lib')!r})\nimport helper_of_a_game\n"
+    (tmp_path / "path_game.py").write_text(text + GAME.replace("import beside_only_here", ""))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        first, second = (load_environment(f"{tmp_path / 'path_game.py'}:Game").file for _ in range(2))
+    assert first == second != ""
 
 
 def test_threads_that_unpickle_a_factory_execute_its_file_once(tmp_path):

@@ -141,6 +141,9 @@ def test_rows_that_no_model_reads_are_refused_with_their_number(rollout):
     with pytest.raises(ValueError, match="row 1: every message of the assistant says that it is not trained on"):
         policy = SimpleNamespace(objective=NLL(), model=rollout.model, engine=None, kind="sft")
         Policy.update(policy, [{"messages": [PLAIN, WRONG | {"weight": 0}]}])
+    for rows in (["text"], [good, 3]):
+        with pytest.raises(ValueError, match=f"row {len(rows)}: a row is an object with columns, got"):
+            rollout.converse(rows, SAMPLING, tools=[add], parse=lambda text: [])
     own = [{"board": [1, 2]}, {"prompt": {"board": 3}}]
     assert sorted(map(str, Rows(own).take(2))) == sorted(map(str, own))  # of an environment alone
 

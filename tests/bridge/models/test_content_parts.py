@@ -1,7 +1,5 @@
 """A template that goes through a content part by part gets each text as a part, wherever a conversation is rendered."""
 
-import copy
-
 import pytest
 
 from rl_bridge.common.terminal import remarks
@@ -15,7 +13,7 @@ from rl_bridge.models.left_out import LeftOut
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
 from rl_bridge.models.turn_ends import stop_tokens
 from rl_bridge.models.turn_template import TurnTemplate
-from tests.support.chat_templates import KINDS, bytes_tokenizer
+from tests.support.chat_templates import KINDS, bytes_tokenizer, tokenizer_with
 
 BYTES = bytes_tokenizer("chatml")
 TEXT = (
@@ -75,19 +73,6 @@ PROMPTS = {
 SAYS = {"role": "assistant", "content": "the answer is 12"}
 
 
-@pytest.fixture(autouse=True)
-def no_remarks():
-    remarks()
-    yield
-    remarks()
-
-
-def tokenizer_of(template):
-    tokenizer = copy.deepcopy(BYTES)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def outcome(encode, tokenizer):
     """The tokens, or the words of the refusal."""
     try:
@@ -99,7 +84,7 @@ def outcome(encode, tokenizer):
 @pytest.mark.parametrize("prompt", PROMPTS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_encoder_writes_what_the_template_of_texts_writes(name, prompt):
-    tokenizer, texts = map(tokenizer_of, TEMPLATES[name])
+    tokenizer, texts = map(tokenizer_with, TEMPLATES[name])
     messages = PROMPTS[prompt]
     in_parts = [m | {"content": [{"type": "text", "text": piece} for piece in m["content"]]} for m in messages]
     called = [*messages, *([CALL, {"role": "tool", "content": "3"}] if name == "calls" else [])]
@@ -140,7 +125,7 @@ def test_a_template_that_writes_texts_is_given_texts(kind, role):
 
 def test_the_template_that_the_tokenizer_has_now_is_tried():
     parts, texts = TEMPLATES["SmolVLM"]
-    tokenizer = tokenizer_of(parts)
+    tokenizer = tokenizer_with(parts)
     words = rendered(tokenizer, PROMPTS["user"], generation_prompt=True)
     tokenizer.chat_template = texts
     assert rendered(tokenizer, PROMPTS["user"], generation_prompt=True) == words
@@ -149,7 +134,7 @@ def test_the_template_that_the_tokenizer_has_now_is_tried():
 
 
 def test_a_message_that_a_template_of_parts_leaves_out_is_refused():
-    tokenizer = tokenizer_of(twin("{% if m.role != 'developer' %}" + EACH + "{% endif %}"))
+    tokenizer = tokenizer_with(twin("{% if m.role != 'developer' %}" + EACH + "{% endif %}"))
     prompt = [{"role": "developer", "content": "is it"}, *PROMPTS["user"]]
     for encode in (encode_prompt, lambda tokenizer, prompt: TurnTemplate(tokenizer).opening(prompt)):
         with pytest.raises(LeftOut, match=r"message 0 \(developer\) wholly.*; give it the role 'system' or 'user'"):
@@ -157,7 +142,9 @@ def test_a_message_that_a_template_of_parts_leaves_out_is_refused():
 
 
 def test_a_part_that_a_turn_loses_is_refused():
-    tokenizer = tokenizer_of(TEMPLATES["SmolVLM"][0].replace("{{line['text']}}", "{{line['text'].split('</t>')[-1]}}"))
+    tokenizer = tokenizer_with(
+        TEMPLATES["SmolVLM"][0].replace("{{line['text']}}", "{{line['text'].split('</t>')[-1]}}")
+    )
     lost = {"role": "assistant", "content": "<t>why</t>12"}
     with pytest.raises(ValueError, match=r"leaves out 10 characters of .* in message 1, which is trained on: '<t>why"):
         encode_row(tokenizer, supervised_row({"messages": [*PROMPTS["user"], lost]}))

@@ -87,13 +87,6 @@ SAID = {
 CASES = list(itertools.product(TEMPLATES, BEGINNINGS))
 
 
-@pytest.fixture(autouse=True)
-def no_remarks():
-    remarks()
-    yield
-    remarks()
-
-
 @pytest.fixture(scope="module")
 def tokenizer_of():
     made = {}

@@ -23,13 +23,6 @@ ASK, SAYS = {"role": "user", "content": "What is it?"}, {"role": "assistant", "c
 THINKS = {"role": "assistant", "content": "<think></think>the answer is 12"}
 
 
-@pytest.fixture(autouse=True)
-def no_remarks():
-    remarks()
-    yield
-    remarks()
-
-
 BYTES = bytes_tokenizer("chatml")
 
 

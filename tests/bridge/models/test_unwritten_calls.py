@@ -11,22 +11,9 @@ from rl_bridge.data.rows import policy_row, supervised_row
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
 from rl_bridge.models.unwritten_calls import TRIES
-from tests.support.chat_templates import CHATML, bytes_tokenizer
+from tests.support.chat_templates import CHATML, tokenizer_with
 
 ASK = {"role": "user", "content": "What is it?"}
-
-
-@pytest.fixture(autouse=True)
-def no_remarks():
-    remarks()
-    yield
-    remarks()
-
-
-def tokenizer_of(template):
-    tokenizer = bytes_tokenizer("chatml")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 # What templates write of calls.
@@ -72,7 +59,7 @@ def lost_calls(case, calls):
 def test_a_call_that_is_trained_on_is_in_the_tokens_or_refused(case, turn, late):
     """Its tool and its arguments; one that is not trained on is named elsewhere."""
     content, calls = TURNS[turn]
-    tokenizer = tokenizer_of(CALLS[case])
+    tokenizer = tokenizer_with(CALLS[case])
     calling = {"role": "assistant", "content": content, "tool_calls": calls}
     rest = [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "It is 2."}]
     row = supervised_row({"messages": [ASK, calling, *rest]})
@@ -102,7 +89,7 @@ THINKS = "I call add with a, 1 and sub with b, x."
 def test_a_call_that_the_words_beside_name_is_refused_wherever_its_row_stands(key, before):
     """Of many rows of another kind, or of its own kind, one is not taken for another."""
     template = FIRST_CALL.replace("{{ m.content }}", "{{ m.content }}{{ m.thinking }}", 1)
-    tokenizer = tokenizer_of(template)
+    tokenizer = tokenizer_with(template)
     two = [one_call("add", a=1), one_call("sub", b="x")]
     calling = {"role": "assistant", "content": "", key: THINKS, "tool_calls": two}
     rows = {
@@ -122,7 +109,7 @@ def test_a_call_that_the_words_beside_name_is_refused_wherever_its_row_stands(ke
 def test_a_call_that_is_not_trained_on_is_named(case, turn):
     """Once, by the key that nothing reads or by the call that is not there."""
     content, calls = TURNS[turn]
-    tokenizer = tokenizer_of(CALLS[case])
+    tokenizer = tokenizer_with(CALLS[case])
     calling = {"role": "assistant", "content": content, "tool_calls": calls, "weight": 0}
     talk = [ASK, calling, {"role": "tool", "content": "2"}]
     remark_on_prompts(tokenizer, [policy_row({"prompt": talk})])
@@ -144,20 +131,20 @@ def test_a_call_that_is_not_trained_on_is_named(case, turn):
 def test_a_call_under_another_key_is_written_or_refused(key):
     call = {"name": "add", "arguments": json.dumps({"a": 1})}
     row = supervised_row({"messages": [ASK, {"role": "assistant", "content": "", key: call}]})
-    reads = tokenizer_of(
+    reads = tokenizer_with(
         CHATML.replace("{{ m.content }}", f"{{{{ m.content }}}}{{{{ (m.{key} | default({{}})).name }}}}", 1)
     )
     assert "add" in reads.decode(encode_row(reads, row).tokens)
     for options in ({}, {"apply_chat_template": False}):
         with pytest.raises(ValueError, match=f"leaves out the call in '{key}', .*which is trained on"):
-            encode_row(tokenizer_of(CHATML), row, **options)
+            encode_row(tokenizer_with(CHATML), row, **options)
 
 
 def test_words_that_json_escapes_cost_no_second_look(monkeypatch):
     """Code in arguments: its lines' ends and quotes stand in the text as JSON writes these."""
     from rl_bridge.models import unwritten_calls
 
-    tokenizer, renders = tokenizer_of(CALLS["all"]), []
+    tokenizer, renders = tokenizer_with(CALLS["all"]), []
     row = supervised_row(
         {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [one_call("run", code='print("é")\n')]}]}
     )

@@ -130,3 +130,10 @@ def test_a_conversation_that_the_model_cannot_read_is_its_row_s_error(tmp_path):
     other = load(f"model:{made(tmp_path / 'other', tokenizer, vocab_size=5)}")
     with pytest.raises(RewardError, match=r"row 1 failed: .* cannot read .*: .* the model has 5 embeddings"):
         values(other, "9")
+
+
+def test_a_model_in_hand_has_the_fingerprint_of_its_folder(tmp_path):
+    tokenizer = character_tokenizer("0123456789+-=")
+    one, other = made(tmp_path / "one", tokenizer), made(tmp_path / "other", tokenizer, max_position_embeddings=9)
+    marks = [load([RewardModel(folder)]).fingerprint for folder in (one, other, one)]
+    assert marks[0] == marks[2] != marks[1]

@@ -116,6 +116,10 @@ def test_what_a_choice_leaves_out_stays_out_and_is_measured():
     assert chosen.metrics()["reward"] == pytest.approx(2 / 4) and chosen.held_out()["held_out"] == pytest.approx(0.5)
     other = chosen.score(lambda completion, row: 3.0)
     assert other.valid.tolist() == chosen.valid.tolist() and other.metrics()["reward"] == 3.0
+    several = groups.score([lambda completion, row: 1.0, lambda completion, row: float(completion)])
+    parts = several.select(~torch.tensor([[True, True, True], [True, False, True]])).metrics()
+    named = {name: number for name, number in parts.items() if name.startswith("reward")}
+    assert named.pop("reward") == pytest.approx(sum(named.values())) and len(named) == 2
     again = chosen.select(torch.tensor([[True, True, False], [True, True, True]]))
     assert again.valid.tolist() == [[False, True, False], [True, True, False]]
     assert again.select([1]).valid.tolist() == [[True, True, False]]

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
 from functools import partial
 from types import ModuleType
@@ -11,7 +13,7 @@ import pytest
 
 from rl_bridge.common.user_files import mark_of
 from rl_bridge.data.tasks import arithmetic_rows
-from rl_bridge.rewards import exact_match, load_reward
+from rl_bridge.rewards import exact_match, load, load_reward
 from rl_bridge.run.folder import options_of
 from rl_bridge.run.options import RunOptions
 from rl_bridge.run.provenance import of_rows
@@ -210,3 +212,42 @@ def test_a_partial_is_its_function_and_what_it_adds():
     marks = [mark_of(f) for f in (one, other, none, partial(math.sqrt, 2.0), math.pow)]
     assert len(set(marks)) == 5 and mark_of(partial(math.pow, 2.0, by=1)) == marks[0]
     assert mark_of(partial(math.pow, object())) == mark_of(partial(math.pow, object()))  # no address
+    script = (
+        "from functools import partial; from math import pow; from rl_bridge.common.user_files import mark_of; "
+        "print(mark_of(partial(pow, tags={'alpha', 'beta', 'gamma'}, of=[pow])))"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1
+
+
+def test_an_object_has_the_mark_of_its_fields_and_a_decorated_function_of_its_own_file(tmp_path):
+    @dataclasses.dataclass
+    class Length:
+        scale: float
+
+        def __call__(self, completion, row):
+            return self.scale
+
+    assert mark_of(Length(1.0)) == mark_of(Length(1.0)) != mark_of(Length(2.0))
+    marks = set()
+    for number in (1.0, 2.0):
+        text = f"import torch\n\n@torch.no_grad()\ndef graded(completion, row):\n    return {number}\n"
+        (tmp_path / "graded.py").write_text(text)
+        marks.add(mark_of(load_reward(f"{tmp_path / 'graded.py'}:graded")))
+    assert len(marks) == 2
+
+
+def test_the_fingerprint_of_a_file_is_that_of_what_was_loaded(tmp_path, monkeypatch):
+    """Wherever the program goes, and whatever becomes of the file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def score(completion, row):\n    return 1.0\n")
+    first, second = load("mine.py:score"), load("mine.py:score")
+    before = first.fingerprint
+    (tmp_path / "mine.py").unlink()
+    monkeypatch.chdir("/")
+    assert second.fingerprint == first.fingerprint == before
