@@ -17,12 +17,13 @@ ROW_KEYS = (
 """Columns that no command reads, and that decide ids, a mask or a weight in other libraries."""
 SUPERVISED_KEYS = ("label",)
 """Columns that say of a completion that it may be a bad one, which supervision imitates all the same."""
-MESSAGE_KEYS = (
+WORD_KEYS = (
     *("name", "prefix", "partial", "tool_calls", *OTHER_CALLS, "refusal", "documents", "images", "audio"),
     *("thinking", "reasoning", "reasoning_content", "reasoning_details", "thought", "thoughts", "thinking_blocks"),
     *("functions", "tools", "tool_plan", "tool_responses", "channel", "recipient", "additional_kwargs"),
-    *("mask", "masked", "loss_mask", "loss_weight", "train_detail"),
 )
+"""Keys of what a message says beside its content."""
+MESSAGE_KEYS = (*WORD_KEYS, "mask", "masked", "loss_mask", "loss_weight", "train_detail")
 """Keys of a message that only a chat template could read."""
 TRIES = 32
 """Rows with a key that are encoded without it, until one of them changes."""
@@ -55,7 +56,7 @@ class UnreadColumns:
     def look(self, row: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> None:
         """Count the columns of one row, whose place ``where`` is, and ``others`` of it."""
         self._rows += 1
-        for name in (*(name for name in self._names if _says_something(row.get(name))), *others):
+        for name in (*(name for name in self._names if says_something(row.get(name))), *others):
             self._count[name] += 1
             self._first.setdefault(name, where)
 
@@ -73,7 +74,8 @@ class UnreadColumns:
             remark(f"row key `{name}` is not read{but_by}: {share}, first {self._first[name]}")
 
 
-def _says_something(value: Any) -> bool:
+def says_something(value: Any) -> bool:
+    """Whether a value is neither null nor empty."""
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 

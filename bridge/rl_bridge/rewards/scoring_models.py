@@ -19,6 +19,7 @@ from rl_bridge.common.scrubbing import scrubbed_text
 from rl_bridge.common.terminal import given
 from rl_bridge.data.messages import ARGUMENTS, arguments_of
 from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.data.unread_keys import WORD_KEYS, KeyMemory, remark_on_keys, says_something
 from rl_bridge.rewards.function import RowFailed, short
 
 if TYPE_CHECKING:
@@ -234,17 +235,21 @@ class RemoteRewardModel:
 
 
 def prompt_text(trajectory: Trajectory) -> str:
-    """The messages before the completion, as text: a single message without its role. Tools and calls are JSON."""
+    """The messages before the completion, as text: a single message without its role.
+
+    Tools, calls, and what else a message says beside its content, such as thoughts or a name, are JSON.
+    """
     before = trajectory.messages[: trajectory.last_turn]
     if len(before) == 1 and not trajectory.tools:
-        return str(before[0]["content"])
+        return _text_of(before[0])
     tools = f"tools: {json.dumps(list(trajectory.tools), ensure_ascii=False)}\n" if trajectory.tools else ""
     return tools + "".join(f"{message['role']}: {_text_of(message)}\n" for message in before)
 
 
 def _text_of(message: Mapping[str, Any]) -> str:
-    calls = message.get("tool_calls")
-    return str(message["content"]) + (json.dumps(calls, ensure_ascii=False) if calls else "")
+    others = {key: message[key] for key in WORD_KEYS if says_something(message.get(key))}
+    parts = [others.pop("tool_calls", None), others]
+    return str(message["content"]) + "".join(json.dumps(x, ensure_ascii=False, default=str) for x in parts if x)
 
 
 def _list_of(reply: Any, url: str) -> list[Any]:
@@ -276,7 +281,6 @@ class RewardModel:
         # Not at the top: most runs have no reward model, and a reward's own process needs no torch.
         import torch
 
-        from rl_bridge.data.unread_keys import KeyMemory
         from rl_bridge.models.model_source import PretrainedValueSource
         from rl_bridge.models.pretrained import tokenizer_of
         from rl_bridge.models.row_checks import Fits
@@ -330,7 +334,6 @@ class RewardModel:
         return self._model
 
     def _encoded(self, trajectory: Trajectory, place: int) -> Trajectory:
-        from rl_bridge.data.unread_keys import remark_on_keys
         from rl_bridge.models.encoding import encode_row
         from rl_bridge.models.row_checks import chat_of_row, remark_on_words
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rl_bridge.data.trajectory import single_turn
+from rl_bridge.data.unread_keys import WORD_KEYS
 from rl_bridge.rewards import RewardError, load, with_rows
 from rl_bridge.rewards.function import ALL, protocol_of
 from rl_bridge.rewards.scoring_models import prompt_text
@@ -466,3 +467,19 @@ def test_what_stands_in_an_opening_is_no_completion():
     opening = single_turn([2], [], messages=(USER, SAID, USER), turns=0)
     assert (opening.completion, opening.last_turn) == ("", None)
     assert prompt_text(opening) == "user: 1+1=\nassistant: 2\nuser: 1+1=\n"
+
+
+@pytest.mark.parametrize("key", WORD_KEYS)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_judge_reads_all_that_a_message_says(key, place):
+    """Thoughts of an earlier turn, a name, a refusal; where nothing is said, the text is as without the key."""
+    messages = (USER, {"role": "assistant", "content": "wait"}, USER, SAID)
+
+    def text(value, number):
+        before = tuple(m | {key: value} if at == place else m for at, m in enumerate(messages[:number]))
+        return prompt_text(single_turn([2], [3], messages=(*before, SAID), turns=1))
+
+    for number in (1, 3):
+        for nothing in (None, "", [], {}):
+            assert text(nothing, number) == prompt_text(single_turn([2], [3], messages=(*messages[:number], SAID)))
+        assert ("forty-two" in text([{"word": "forty-two"}], number)) == (place < number)
