@@ -1,12 +1,13 @@
 """Messages in the user's rows: the many spellings that are written, and the one that everything behind reads."""
 
 import ast
-import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rl_bridge.common.terminal import remark
 
 TURNS = ("messages", "prompt", "response", "completion", "completions", "chosen", "rejected", "gold")
 """Columns that may hold messages."""
@@ -47,13 +48,13 @@ _HALF = re.compile("[\ud800-\udfff]")
 _NAMES_A_ROLE = re.compile(r"""['"](role|from)['"]\s*:""")
 _SPEAKERS = ("human", "user", "gpt", "assistant", "chatgpt", "bing", "bard", "model", "system", "tool", "function")
 _SPEAKERS += ("observation", "function_call", "function_response")
-_NUMPY = tuple(
+_LITERAL = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
         (r"\}\s+\{", "}, {"),
-        (r"\barray\(|\bnp\.\w+\(", "("),
+        (r"\barray\(|\bnp\.\w+\(|\bdatetime\.\w+\(|\b(Timestamp|Decimal|UUID)\(", "("),
         (r",\s*dtype=\w+\)", ")"),
-        (r"\bnan\b", "None"),
+        (r"\b(nan|NaN|null|true|false)\b", "None"),
     )
 )
 PARSED = 1 << 20
@@ -108,7 +109,7 @@ def tools_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     tools = read_json(row.get("tools"), "tools")
     if tools and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
         raise ValueError(f"tools must be a list of JSON schemas, got {shortened(row['tools'])}")
-    return tuple(_schema(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
+    return tuple(_filled(_schema(tool, f"tools[{place}]")) for place, tool in enumerate(tools or ()))
 
 
 def _schema(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
@@ -130,6 +131,20 @@ def _schema(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {**tool, "parameters": parameters}
     read = _object(properties, f"{where}.parameters.properties")
     return {**tool, "parameters": {**parameters, "properties": read}}
+
+
+def _filled(schema: Any, *, names: bool = False) -> Any:
+    """A schema without the keys that hold None: a table that was written as JSON has those of other schemas.
+
+    A default and a constant may be null. ``names``: the keys are names of properties.
+    """
+    if isinstance(schema, Mapping):
+        return {
+            key: _filled(item, names=key == "properties")
+            for key, item in schema.items()
+            if item is not None or (key in ("default", "const") and not names)
+        }
+    return [_filled(item) for item in schema] if isinstance(schema, list) else schema
 
 
 def _describes(parameters: Mapping[str, Any]) -> bool:
@@ -213,10 +228,11 @@ def read_json(value: Any, field: str) -> Any:
     return parsed
 
 
-def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str, Any]:
+def in_one_form(row: Mapping[str, Any], holding: Iterable[str] = TURNS) -> dict[str, Any]:
     """The row with messages where its columns of messages hold their JSON text, and with lists in place of arrays.
 
-    Text of one message is read as a list of it. ``fields`` are more columns that may hold messages.
+    Text of one message is read as a list of it. ``holding`` are the columns that may hold messages: text of messages in
+    another column is somebody else's, as an answer that a completion is compared with.
 
     >>> in_one_form({"prompt": '[{"role": "user", "content": "1+1"}]', "note": '[{"role": "user", "content": ""}]'})
     {'prompt': [{'role': 'user', 'content': '1+1'}], 'note': '[{"role": "user", "content": ""}]'}
@@ -225,13 +241,12 @@ def in_one_form(row: Mapping[str, Any], fields: Iterable[str] = ()) -> dict[str,
         ValueError: half of a surrogate pair in one of these, with its place; or text of messages in another form.
     """
     read: dict[str, Any] = {}
-    holding = {*TURNS, *fields}
-    for name in dict.fromkeys((*CONVERSATIONS, *NUMBERED, *fields)):
+    holding = tuple(holding)
+    for name in dict.fromkeys((*CONVERSATIONS, *NUMBERED, *holding)):
         value = row.get(name)
         if hasattr(value, "tolist"):
             # A table's structs have the keys of all rows.
             read[name] = value = _own(_listed(value))
-        # An answer to compare with is text, whatever its text says; as a response it is among the fields.
         if isinstance(value, str) and name in holding and value.lstrip()[:1] in ("[", "{", "(", "a"):
             messages = _messages_in(value) if '"role"' in value else None
             read |= {} if messages is None else {name: messages}
@@ -269,7 +284,7 @@ def _means_messages(text: str) -> bool:
     if text[-1:] not in ("]", "}", ")") or not _NAMES_A_ROLE.search(text):
         return False
     value = None
-    for parse in (json.loads, ast.literal_eval, _of_numpy) if len(text) <= PARSED else (json.loads,):
+    for parse in (json.loads, ast.literal_eval, _nearly_literal) if len(text) <= PARSED else (json.loads,):
         try:
             value = parse(text)
             break
@@ -281,9 +296,9 @@ def _means_messages(text: str) -> bool:
     return bool(value) and all(_is_message(item) or _is_shared(item) for item in value)
 
 
-def _of_numpy(text: str) -> Any:
-    """The list in the text of an array of objects, which has no commas, or in that of its ``repr``, at every depth."""
-    for pattern, words in _NUMPY:
+def _nearly_literal(text: str) -> Any:
+    """The list in a text that is nearly Python's: that of an array, without commas, or JSON with a comma too many."""
+    for pattern, words in _LITERAL:
         text = pattern.sub(words, text)
     return ast.literal_eval(text)
 
@@ -339,11 +354,13 @@ def shortened(value: Any, characters: int = 200) -> str:
 
 
 def rows_of_table(table: Any) -> list[Any]:
-    """The rows of an Arrow table. Its maps are objects; where one names a key twice all are lists of pairs."""
+    """The rows of an Arrow table. Its maps are objects; where one names a key twice all are lists of pairs: named."""
     rows = None
     if "map<" in str(table.schema):
-        with contextlib.suppress(KeyError, TypeError):
+        try:
             rows = table.to_pylist(maps_as_pydicts="strict")
+        except (KeyError, TypeError) as error:
+            remark(f"maps of the table are lists of pairs, for one has a key twice: {error}")
     return [without_keys_of_others(row) for row in (table.to_pylist() if rows is None else rows)]
 
 
@@ -370,20 +387,35 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if isinstance(message, Mapping) and any(hasattr(item, "tolist") for item in message.values()):
         message = _own(_listed(message))
     called = isinstance(message, Mapping) and read_json(message.get("tool_calls"), f"{where}.tool_calls")
-    calls = called or (isinstance(message, Mapping) and any(message.get(key) for key in OTHER_CALLS))
+    nothing = {key for key in OTHER_CALLS if isinstance(message, Mapping) and _says_nothing(message.get(key))}
+    calls = called or (isinstance(message, Mapping) and any(message.get(key) for key in {*OTHER_CALLS} - nothing))
     if not isinstance(message, Mapping) or not {"role", *(() if calls else ("content",))} <= message.keys():
         raise ValueError(f"{where} must be a message with role and content, got {shortened(message)}")
     if not isinstance(message["role"], str) or not message["role"]:
         raise ValueError(f"{where}: role must be text, got {shortened(message['role'])}")
     trained = _flag(message, where)
     # No call is one spelling: templates ask whether the key is there.
-    left_out = FLAGS if called else (*FLAGS, "tool_calls")
+    left_out = {*FLAGS, *nothing, *(() if called else ("tool_calls",))}
     plain = {key: item for key, item in message.items() if item is not None and key not in left_out}
     # A call of a tool has no text of its own.
     plain["content"] = "" if calls and message.get("content") is None else _text(message["content"], where)
     if called:
         plain["tool_calls"] = _calls(called, where)
     return plain if trained else {**plain, UNTRAINED: False}
+
+
+def _says_nothing(call: Any) -> bool:
+    """Whether what stands under a key of calls is none, as in a struct whose fields are all null."""
+    if isinstance(call, Mapping | list):
+        return all(map(_says_nothing, call.values() if isinstance(call, Mapping) else call))
+    return call is None or (isinstance(call, str) and call.strip().lower() in ("", "none", "auto", "null"))
+
+
+def function_of(call: Any) -> tuple[Any, Any]:
+    """(Name, arguments) of a call, or of a tool."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    function = function if isinstance(function, Mapping) else call
+    return function.get("name"), function.get("arguments")
 
 
 def _flag(message: Mapping[str, Any], where: str) -> bool:

@@ -1,14 +1,14 @@
 """Rows from the user's files: what a row may look like, how it is read and checked, and an endless stream of rows."""
 
-import csv
-import json
 import math
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from datetime import date, time
+from decimal import Decimal
+from numbers import Number
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.messages import (
@@ -18,17 +18,19 @@ from rl_bridge.data.messages import (
     is_trained,
     messages_of_field,
     require_characters,
-    rows_of_table,
     shortened,
     tools_of,
     without_keys_of_others,
 )
+from rl_bridge.data.row_contents import READERS, Unreadable
 from rl_bridge.data.row_files import SUFFIXES, files_of, split_of
 from rl_bridge.data.row_readers import RowSource, is_file_of_reader, name_of, rows_of
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns
 
 # Forms of a row: supervised rows and rows of prompts, each in one form after the check.
 
+PROMPTS = ("prompt", "messages")
+"""Fields that may hold what the model reads."""
 RESPONSES = ("response", "completion", "answer")
 """Fields that may hold what the model is to say, in the order in which they are looked for."""
 
@@ -42,7 +44,7 @@ def policy_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
-    row = _with_tools(in_one_form(row))
+    row = _with_tools(in_one_form(row, PROMPTS))
     if missing(row, "prompt") and missing(row, "messages"):
         raise ValueError(f"field 'prompt' is missing or empty; the row has {sorted(map(str, row))}")
     if not missing(row, "prompt"):
@@ -67,7 +69,7 @@ def answered_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
-    row = in_one_form(row)
+    row = in_one_form(row, PROMPTS)
     if not is_comparable(row.get("answer")):
         answer = f"{row.get('answer')!r:.80}"
         raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {answer}")
@@ -98,7 +100,7 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: with the field and what was expected.
     """
-    row = _with_tools(in_one_form(row, RESPONSES))
+    row = _with_tools(in_one_form(row, (*PROMPTS, *RESPONSES)))
     field = response_field(row)
     if not missing(row, "prompt") and (field is not None or missing(row, "messages")):
         if field is None:
@@ -214,7 +216,8 @@ def _response(value: Any, field: str) -> Any:
         if not any(map(is_trained, messages)):
             raise ValueError(f"{field}: every message of the assistant says that it is not trained on")
         return messages
-    if isinstance(value, Mapping) or (isinstance(value, float) and not math.isfinite(value)):
+    is_no_number = isinstance(value, float | Decimal) and not math.isfinite(value)
+    if not isinstance(value, str | Number | date | time) or is_no_number:
         raise ValueError(f"{field} must be text or messages, got {shortened(value)}")
     return value
 
@@ -225,12 +228,6 @@ SHOWN = 5
 """Bad rows that an error names; the others are counted."""
 PARAGRAPH = 500
 """Characters of their reasons, of which the first is shown whatever it has."""
-
-
-class Unreadable(NamedTuple):
-    """The reason why a row cannot be read, in the row's place."""
-
-    reason: str
 
 
 def read_rows(
@@ -326,7 +323,7 @@ def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, An
         return
     census.files = len(files.paths)
     places = (
-        (f"{file}, row {number}", row) for file in files.paths for number, row in _READERS[file.suffix.lower()](file)
+        (f"{file}, row {number}", row) for file in files.paths for number, row in READERS[file.suffix.lower()](file)
     )
     yield from places if files.part is None else _part(source, files.part, list(places))
 
@@ -338,83 +335,6 @@ def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
         raise ValueError(f"{source!r}: a file has one split, 'train', or a part as 'train[10:20]'; got {split!r}")
     start, stop = (int(number) if number else None for number in match.groups())
     return rows[start:stop]
-
-
-def _json(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError(f"{path}: not a list of rows: it is nested too deep to be read") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__} (one row a line is .jsonl)")
-    yield from enumerate(rows, 1)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    # Bytes, so that a line that is not UTF-8 is an error of this line, and a byte order mark is none.
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield number, json.loads(line)
-                except RecursionError:
-                    yield number, Unreadable("nested too deep to be read")
-                except ValueError as error:
-                    yield number, Unreadable(f"not valid JSON: {error}")
-
-
-def _csv(path: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(2**31 - 1)  # a cell may hold a conversation
-    with path.open("rb") as lines:
-        decoded = (line.decode("utf-8" if place else "utf-8-sig") for place, line in enumerate(lines))
-        reader = csv.DictReader(decoded, strict=True)
-        try:
-            names = reader.fieldnames or ()
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}, row 1: not valid CSV: {error}") from error
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"{path}: the header names the column {twice[0]!r} twice, so one of them would be lost")
-        for number in count(1):
-            try:
-                row = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise ValueError(f"{path}, row {number}: not valid CSV: {error}") from error
-            if row is None:
-                return
-            if None in row or None in row.values():
-                expected = len(reader.fieldnames or ())
-                yield number, Unreadable(f"expected {expected} columns as in the header line")
-            else:
-                yield number, dict(row)
-
-
-def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet
-
-    yield from enumerate(_arrow_rows(path, pyarrow.parquet.read_table), 1)
-
-
-def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-
-    def read(name: Path) -> Any:
-        try:
-            return pyarrow.ipc.open_file(name).read_all()
-        except pyarrow.ArrowInvalid:  # the other of Arrow's two formats
-            return pyarrow.ipc.open_stream(name).read_all()
-
-    yield from enumerate(_arrow_rows(path, read), 1)
-
-
-def _arrow_rows(path: Path, reader: Any) -> list[Any]:
-    import pyarrow
-
-    try:
-        return rows_of_table(reader(path))
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 
 def _hugging_face(source: str) -> Iterable[Any]:
@@ -449,7 +369,6 @@ def _hugging_face(source: str) -> Iterable[Any]:
 
 _CONFIGURATION = re.compile(r"(\w[\w.-]*/\w[\w.-]*)/([^/]+)")
 """The name of a dataset of the hub with one of its configurations."""
-_READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
 
 # An endless stream of rows: shuffled anew each epoch, its place in the data part of a checkpoint.
 

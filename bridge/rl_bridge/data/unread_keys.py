@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge.common.terminal import remark
-from rl_bridge.data.messages import ARGUMENTS, OTHER_CALLS, TURNS, arguments_of, tools_of
+from rl_bridge.data.messages import ARGUMENTS, OTHER_CALLS, TURNS, arguments_of, function_of, tools_of
 
 ROW_KEYS = (
     *("weight", "weights", "sample_weight", "loss_weight"),
@@ -27,6 +27,7 @@ MESSAGE_KEYS = (*WORD_KEYS, "mask", "masked", "loss_mask", "loss_weight", "train
 """Keys of a message that only a chat template could read."""
 TRIES = 32
 """Rows with a key that are encoded without it, until one of them changes."""
+_NULL = "arguments that are null"
 SETTLED = 1 << 40
 """So many messages of a role: what is left out of them was named, or all were looked at."""
 
@@ -46,12 +47,13 @@ class KeyMemory:
 
 
 class UnreadColumns:
-    """Counts the rows that have columns which nothing reads."""
+    """Counts the rows that have columns which nothing reads, and those whose calls have arguments that are null."""
 
     def __init__(self, names: Sequence[str] = ROW_KEYS) -> None:
         self._names, self._rows = names, 0
         self._count: Counter[str] = Counter()
         self._first: dict[str, str] = {}
+        self._null: list[str] = []
 
     def look(self, row: Mapping[str, Any], where: str, others: Iterable[str] = ()) -> None:
         """Count the columns of one row, whose place ``where`` is, and ``others`` of it."""
@@ -59,6 +61,8 @@ class UnreadColumns:
         for name in (*(name for name in self._names if says_something(row.get(name))), *others):
             self._count[name] += 1
             self._first.setdefault(name, where)
+        if null := sorted(_null_arguments(row)):
+            self._null.append(f"{', '.join(null)} of {where}")
 
     def remark(self, but_by: str = "", settled: set[str] | None = None) -> None:
         """Name each column that any row has. ``but_by``: whoever else may read it.
@@ -72,6 +76,28 @@ class UnreadColumns:
             settled.add(name)
             share = f"{count} of {self._rows} rows have it"
             remark(f"row key `{name}` is not read{but_by}: {share}, first {self._first[name]}")
+        if self._null and _NULL not in settled:
+            settled.add(_NULL)
+            remark(
+                f"calls of {len(self._null)} rows have arguments that are null, first {self._null[0]}, and are read "
+                "so: a table that was written as JSON has the arguments of other calls in this way"
+            )
+
+
+def _null_arguments(row: Mapping[str, Any]) -> set[str]:
+    """Names of arguments that hold None in calls of the row. Arguments that are JSON text are the user's own."""
+    messages = [message for field in TURNS for message in _messages(row.get(field))]
+    calls = [call for message in messages for call in _messages(message.get("tool_calls"))]
+    called = [function_of(call)[1] for call in calls]
+    return {str(name) for arguments in called if isinstance(arguments, Mapping) for name in _nulls(arguments)}
+
+
+def _nulls(arguments: Mapping[str, Any]) -> Iterator[Any]:
+    for name, item in arguments.items():
+        if item is None:
+            yield name
+        elif isinstance(item, Mapping):
+            yield from _nulls(item)
 
 
 def says_something(value: Any) -> bool:
@@ -126,7 +152,8 @@ def _without_each(row: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], di
     for name in arguments:
         rest = {other: value for other, value in arguments.items() if other != name}
         yield f"row key `{ARGUMENTS}.{name}`", lambda rest=rest: {**row, ARGUMENTS: rest}
-    present = {key for field in TURNS for message in _messages(row.get(field)) for key in message}
+    messages = [message for field in TURNS for message in _messages(row.get(field))]
+    present = {key for message in messages for key, item in message.items() if says_something(item)}
     for name in MESSAGE_KEYS:
         if name in present:
             yield f"message key `{name}`", lambda name=name: _without(row, name)

@@ -14,7 +14,7 @@ from rl_bridge.data.comparisons import PairBatch, read_comparisons
 from rl_bridge.data.examples import Example, batch_of, rows_in
 from rl_bridge.data.messages import Chat, in_one_form, shortened
 from rl_bridge.data.row_readers import RowSource, reader_fingerprint
-from rl_bridge.data.rows import RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
+from rl_bridge.data.rows import PROMPTS, RowStream, missing, policy_row, read_rows, supervised_row, unread_responses
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
@@ -279,8 +279,8 @@ def any_row(row: Any) -> Any:
         raise ValueError(f"a row is an object with columns, got {shortened(row)}")
     if "_where" in row:
         return row
-    row = in_one_form(row)
-    text = [name for name in ("prompt", "messages") if not missing(row, name)]
+    row = in_one_form(row, PROMPTS)
+    text = [name for name in PROMPTS if not missing(row, name)]
     if not text or not isinstance(row[text[0]], str | Sequence):
         return dict(row)
     try:

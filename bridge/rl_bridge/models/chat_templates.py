@@ -1,14 +1,10 @@
-"""Chat templates: programs of somebody else's, rendered within limits, and the spans of a conversation in them."""
+"""Chat templates: the text of a conversation as a template writes it, and the spans of its messages."""
 
-import ctypes
 import functools
 import itertools
 import json
-import math
 import os
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,128 +12,19 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, nodes
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import Chat, chat_of, shown
+from rl_bridge.data.messages import Chat, chat_of, function_of, shown
 from rl_bridge.data.trajectory import Message
-
-# Limits of rendering: of time, of numbers and of characters.
-
-SECONDS = 20.0
-"""Seconds for one conversation."""
-CHARACTERS = 1 << 25
-LARGEST = 10**7
-"""A number that a template may name. ``'a' * 3000000000`` is computed when the template is compiled."""
-EXPONENT = 64
-_TAG = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
-"""transformers' own, around what the assistant says."""
-_LOOK = 0.05
-"""Seconds from one look at the clock to the next."""
-_IDLE = 1.0
-_deadlines: dict[int, float] = {}
-"""Thread → when what it renders has to be there."""
-_endless: dict[tuple[str, str], str] = {}
-"""Templates that did not end with their names, and what was said of each."""
-_lock = threading.Lock()
-_watcher: list[threading.Thread] = []
-
-
-class TooMuch(ValueError):
-    """A template without an end, or with too much of it."""
-
-
-class _Late(BaseException):
-    """Raised in a thread that renders for too long. No part of a template can catch it."""
-
-
-def bounded(render: Callable[[], str], template: str, name: str) -> str:
-    """The text that ``render`` writes by the ``template``, which messages call ``name``.
-
-    Raises:
-        TooMuch: it takes longer than ``SECONDS``, names a number above ``LARGEST``, or writes too much.
-    """
-    if (template, name) in _endless:
-        raise TooMuch(_endless[template, name])
-    if (number := _largest(template)) == math.inf:
-        raise TooMuch(f"{name} computes a power: an exponent in a template is a number up to {EXPONENT}")
-    if number > LARGEST:
-        raise TooMuch(f"{name} computes with {number}; a number in a template is at most {LARGEST}")
-    try:
-        _begin()
-        try:
-            text = render()
-        except _Late:
-            raise
-        except BaseException:
-            _settle()
-            raise
-        _settle()
-    except _Late:
-        # Rows are many, and each would take as long.
-        _endless[template, name] = f"{name} did not end within {SECONDS:g} s: does it have an endless loop?"
-        raise TooMuch(_endless[template, name]) from None
-    if len(text) > CHARACTERS:
-        raise TooMuch(f"{name} wrote {len(text)} characters of one conversation; {CHARACTERS} is the most")
-    return text
-
-
-@functools.lru_cache(maxsize=64)
-def _largest(template: str) -> float:
-    """The largest whole number that a template names; infinite where an exponent may be large.
-
-    A power is computed in one piece, which no clock can end: 9 ** (9 ** 9) has 369 million digits.
-    """
-    try:
-        tree = Environment(extensions=[loopcontrols]).parse(_TAG.sub("", template))
-    except TemplateSyntaxError:  # rendering says so
-        return 0
-    if any(not _is_small(node.right) for node in tree.find_all(nodes.Pow)):
-        return math.inf
-    return max((abs(node.value) for node in tree.find_all(nodes.Const) if type(node.value) is int), default=0)
-
-
-def _is_small(exponent: nodes.Node) -> bool:
-    return isinstance(exponent, nodes.Const) and isinstance(exponent.value, int) and abs(exponent.value) <= EXPONENT
-
-
-def _begin() -> None:
-    with _lock:
-        _deadlines[threading.get_ident()] = time.monotonic() + SECONDS
-        if not _watcher:
-            _watcher[:] = [threading.Thread(target=_watch, daemon=True, name="templates are watched")]
-            _watcher[0].start()
-
-
-def _settle() -> None:
-    """Take the deadline back; if it has just passed, wait here for what is raised."""
-    with _lock:
-        late = _deadlines.pop(threading.get_ident(), None) is None
-    while late:
-        time.sleep(0.01)
-
-
-def _watch() -> None:
-    """In a thread, until nothing has been rendered for ``_IDLE`` seconds."""
-    last = time.monotonic()
-    while True:
-        time.sleep(_LOOK)
-        with _lock:
-            now = time.monotonic()
-            last = now if _deadlines else last
-            if now - last > _IDLE:
-                _watcher.clear()
-                return
-            for thread in [thread for thread, until in _deadlines.items() if now > until]:
-                del _deadlines[thread]
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Late))
-
+from rl_bridge.models.template_limits import TooMuch, bounded
 
 # A conversation as text, message by message: a chat template must only add to what the model has already seen.
 
 MARK = "918273645546372819"
 """A content that no template changes: it has no case, no space and no sign."""
+NULL_TRIES = 32
+"""Conversations with calls that are rendered with an empty content and with None, until one of these is written."""
 PRIVATE = {MARK: [MARK]}
 """Arguments of a call that no conversation has."""
 ADVICE = (
@@ -202,7 +89,14 @@ def rendered(
             "--chat-template FILE gives it one, apply_chat_template=false concatenates the contents"
         )
     chat = chat_of(conversation)
-    chat = replace(chat, prompt=_in_parts(tokenizer, [shown(message) for message in chat.prompt]))
+    chat = replace(chat, prompt=[shown(message) for message in chat.prompt])
+    if any(map(_calls_alone, chat.prompt)) and _reads_null(tokenizer, chat):
+        chat = replace(chat, prompt=[m | {"content": None} if _calls_alone(m) else m for m in chat.prompt])
+    return _with_calls(tokenizer, replace(chat, prompt=_in_parts(tokenizer, list(chat.prompt))), generation_prompt)
+
+
+def _with_calls(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt: bool) -> str:
+    """The text, with the arguments of calls as the template reads them: as objects or as JSON."""
     called = [arguments for message in chat.prompt for arguments in _arguments_of(message)]
     if not called:
         return _rendered(tokenizer, chat, generation_prompt)
@@ -339,12 +233,43 @@ def _templates_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
 
 
+def _calls_alone(message: Mapping[str, Any]) -> bool:
+    """Whether the message calls tools and has no text."""
+    return bool(message.get("tool_calls")) and message.get("content") == ""
+
+
+def _reads_null(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> bool:
+    """Whether the template writes calls beside the content None alone, and not beside an empty one, as DeepSeek's.
+
+    Tried with the conversation's own calls, of another tool, until one of the two forms is written.
+    """
+    memory = memory_of(tokenizer, "null")
+    if "reads" in memory or memory.get("tries", 0) >= NULL_TRIES:
+        return memory.get("reads", False)
+    memory["tries"] = memory.get("tries", 0) + 1
+    for content in ("", None):
+        talk = [_renamed(message, content) if _calls_alone(message) else message for message in chat.prompt]
+        try:
+            is_written = MARK in _with_calls(tokenizer, replace(chat, prompt=_in_parts(tokenizer, talk)), False)
+        except ValueError:  # a template may add the content to a text
+            is_written = False
+        if is_written:
+            memory["reads"] = content is None
+            break
+    return memory.get("reads", False)
+
+
+def _renamed(message: Message, content: Any) -> Message:
+    """The message with this content, and with calls of a tool that no conversation has."""
+    calls: Any = message["tool_calls"]
+    renamed = [changed_call(call, name=MARK) if isinstance(call, Mapping) else call for call in calls]
+    return {**message, "content": content, "tool_calls": renamed}  # type: ignore[dict-item]
+
+
 def _arguments_of(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of the message's calls of tools, where they are objects."""
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call) if isinstance(call, Mapping) else {}
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), dict):
-            yield function["arguments"]
+    called = (function_of(call)[1] for call in message.get("tool_calls") or ())
+    return (arguments for arguments in called if isinstance(arguments, dict))
 
 
 def _with_arguments(message: Message, change: Callable[[dict], Any]) -> Message:
@@ -352,16 +277,18 @@ def _with_arguments(message: Message, change: Callable[[dict], Any]) -> Message:
     calls: Any = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_changed_call(call, change) for call in calls]}  # type: ignore[dict-item]
+    changed = [
+        changed_call(call, arguments=change(arguments)) if isinstance(arguments := function_of(call)[1], dict) else call
+        for call in calls
+    ]
+    return {**message, "tool_calls": changed}  # type: ignore[dict-item]
 
 
-def _changed_call(call: Any, change: Callable[[dict], Any]) -> Any:
-    if not isinstance(call, Mapping):
-        return call
+def changed_call(call: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
+    """The call with another name or other arguments."""
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _changed_call(call["function"], change)}
-    arguments = call.get("arguments")
-    return {**call, "arguments": change(arguments)} if isinstance(arguments, dict) else call
+        return {**call, "function": {**call["function"], **changed}}
+    return {**call, **changed}
 
 
 def _json(arguments: dict) -> str:

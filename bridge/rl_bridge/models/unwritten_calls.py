@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.messages import OTHER_CALLS, Chat, shortened
+from rl_bridge.data.messages import OTHER_CALLS, Chat, function_of, shortened
 from rl_bridge.data.unread_keys import TRIES
-from rl_bridge.models.chat_templates import MARK, memory_of, rendered, template_of
+from rl_bridge.models.chat_templates import MARK, changed_call, memory_of, rendered, template_of
 
 FORMS = 4096
 """Forms of messages of which it is remembered how many were looked at closely."""
@@ -56,11 +56,11 @@ def unwritten_call(tokenizer: PreTrainedTokenizerBase | None, chat: Chat, place:
         return None
     several = len(_tools(chat)) > 1
     for number, call in enumerate(calls):
-        name, arguments = _function(call)
+        name, arguments = function_of(call)
         others = [
             [],
-            *([[_with(call, name=MARK)]] if several else []),
-            *([[_with(call, arguments={})]] if arguments else []),
+            *([[changed_call(call, name=MARK)]] if several else []),
+            *([[changed_call(call, arguments={})]] if arguments else []),
         ]
         changes = [{"tool_calls": [*calls[:number], *other, *calls[number + 1 :]]} for other in others]
         if tokenizer is None or any(_is_same(tokenizer, chat, place, change) for change in changes):
@@ -77,7 +77,7 @@ def _is_as_before(
     tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]], text: str
 ) -> bool:
     """Whether enough messages of this form were looked at closely, and the words of the calls are in the text."""
-    tries, functions = memory_of(tokenizer, "calls"), [_function(call) for call in calls]
+    tries, functions = memory_of(tokenizer, "calls"), [function_of(call) for call in calls]
     form = (tuple(name for name, _ in functions), tuple(sorted(key for key, item in message.items() if item)))
     if len(tries) >= FORMS and form not in tries:
         tries.clear()
@@ -98,20 +98,7 @@ def _count(word: str, text: str) -> int:
 def _tools(chat: Chat) -> set[Any]:
     """Names of the tools that the conversation shows or calls."""
     calls = [call for message in chat.prompt for call in message.get("tool_calls") or ()]
-    return {_function(tool)[0] for tool in (*chat.tools, *calls)}
-
-
-def _function(call: Mapping[str, Any]) -> tuple[Any, Any]:
-    """(Name, arguments) of a call."""
-    function = call["function"] if isinstance(call.get("function"), Mapping) else call
-    return function.get("name"), function.get("arguments")
-
-
-def _with(call: Mapping[str, Any], **changed: Any) -> dict[str, Any]:
-    """The call with another name or other arguments."""
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": {**call["function"], **changed}}
-    return {**call, **changed}
+    return {function_of(tool)[0] for tool in (*chat.tools, *calls)}
 
 
 def _leaves(value: Any) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 import json
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rl_bridge.common.terminal import remarks
 from rl_bridge.data.messages import OTHER_CALLS, tools_of
 from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 from rl_bridge.loop.data import any_row
@@ -136,7 +138,7 @@ def test_a_schema_is_an_object_in_every_spelling(form, flat):
 NAMED_SO = {"type": "object", "properties": {"function": {"type": "string"}, "parameters": {}, "properties": {}}}
 FLAT = {"city": "string", "function": "string", "properties": "list of str"}
 AS_THEY_ARE = [
-    *({"name": "f"}, {"name": "f", "parameters": None}, {"name": "f", "parameters": {}}, {"type": "web_search"}),
+    *({"name": "f"}, {"name": "f", "parameters": {}}, {"type": "web_search"}),
     *({"name": "f", "parameters": NAMED_SO}, {"name": "f", "parameters": FLAT}, {"name": "f", "inputSchema": SCHEMA}),
 ]
 
@@ -146,6 +148,71 @@ def test_a_schema_of_names_and_objects_stays_as_it_is(tool):
     assert tools_of({"tools": [tool, {"function": tool}]}) == (tool, {"function": tool})
     for nothing in ([], ""):
         assert tools_of({"tools": [{"name": "f", "parameters": nothing}]}) == ({"name": "f", "parameters": {}},)
+
+
+# What a table adds to a schema that it writes as JSON: the keys of the other schemas.
+ADDED = {
+    "no parameters": ({"name": "f", "parameters": None}, {"name": "f"}),
+    "no list": ({"parameters": {"required": None, "properties": {}}}, {"parameters": {"properties": {}}}),
+    "another's property": ({"parameters": {"properties": {"default": None}}}, {"parameters": {"properties": {}}}),
+    "a property's key": (
+        {"parameters": {"properties": {"x": {"enum": None, "default": None, "const": None}}}},
+        {"parameters": {"properties": {"x": {"default": None, "const": None}}}},
+    ),
+    "in a list": ({"parameters": {"anyOf": [{"enum": ["a", None], "items": None}]}}, {"parameters": {"anyOf": [
+        {"enum": ["a", None]}]}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ADDED)
+def test_a_schema_has_no_keys_of_other_schemas(form):
+    added, own = ADDED[form]
+    for wrapped in ([added], json.dumps([added]), [{"function": added}]):
+        (tool,) = tools_of({"tools": wrapped})
+        assert tool.get("function", tool) == own
+
+
+@pytest.mark.parametrize("content", ["2", None, ""], ids=str)
+@pytest.mark.parametrize(
+    "nothing", [{}, [], "", "none", "auto", {"name": None, "arguments": None}, {"name": "", "arguments": ""}], ids=str
+)
+@pytest.mark.parametrize("key", OTHER_CALLS)
+def test_a_call_of_which_all_is_null_is_no_call(key, nothing, content):
+    says = SAYS | {"content": content}
+    row, plain = ({"messages": [ASK, message]} for message in (says | {key: nothing}, says))
+    assert outcome(lambda: supervised_row(row)["messages"]) == outcome(lambda: supervised_row(plain)["messages"])
+
+
+@pytest.mark.parametrize("written", ["parquet", "jsonl", "in hand"])
+def test_a_null_argument_that_a_table_wrote_as_json_is_named(tmp_path, written):
+    """A table's structs have the keys of all rows: its own files are read without them, its JSON has them as null."""
+    named = (("weather", {"city": "P", "at": {"day": 1}}), ("now", {}), ("then", {"at": {"hour": 2}}))
+    functions = [{"function": {"name": name, "arguments": arguments}} for name, arguments in named]
+    calling = [[ASK, SAYS | {"content": "", "tool_calls": [function]}] for function in functions]
+    table = datasets.Dataset.from_list([{"messages": messages} for messages in calling])
+    file = str(tmp_path / f"rows.{written}")
+    source = file if written != "in hand" else list(table)
+    if written == "jsonl":
+        table.to_json(file)
+    elif written == "parquet":
+        table.to_parquet(file)
+    remarks()
+    rows = read_rows(source, check=supervised_row, fields=())
+    words = " ".join(remarks())
+    read = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in rows]
+    if written == "parquet":
+        assert read[0] == {"city": "P", "at": {"day": 1}} and read[2] == {"at": {"hour": 2}}
+        assert read[1] == {} and "null" not in words
+    else:
+        assert read[1] == {"city": None, "at": None}
+        assert words.count("calls of 3 rows have arguments that are null, first hour of") == 1
+
+
+def test_a_null_argument_of_json_text_is_the_user_s_own():
+    remarks()
+    call = {"function": {"name": "f", "arguments": '{"city": null}'}}
+    read_rows([{"messages": [ASK, SAYS | {"tool_calls": [call]}]}], check=supervised_row, fields=())
+    assert "null" not in " ".join(remarks())
 
 
 @pytest.mark.parametrize("part", ["function", "parameters", "properties"])
@@ -200,13 +267,15 @@ def test_a_table_s_maps_are_objects(suffix, tmp_path):
     assert row["messages"][1]["tool_calls"] == [{"function": {"name": "f", "arguments": {"city": "Paris"}}}]
 
 
-def test_a_map_that_names_a_key_twice_is_a_list_of_pairs_where_nobody_reads_it(tmp_path):
+def test_a_map_that_names_a_key_twice_is_a_list_of_pairs_where_nobody_reads_it_and_named(tmp_path):
     text = pyarrow.string()
     schema = pyarrow.schema({"prompt": text, "of": pyarrow.map_(text, text)})
     table = pyarrow.Table.from_pylist([{"prompt": "x", "of": [("a", "1"), ("a", "2")]}], schema=schema)
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    remarks()
     (row,) = read_rows(str(tmp_path / "rows.parquet"))
     assert (row["prompt"], row["of"]) == ("x", [("a", "1"), ("a", "2")])
+    assert "maps of the table are lists of pairs, for one has a key twice" in " ".join(remarks())
 
 
 @pytest.mark.parametrize("key", OTHER_CALLS)

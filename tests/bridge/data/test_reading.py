@@ -121,6 +121,7 @@ BAD = {
     "invalid line": ("rows.jsonl", f"{GOOD}\n{GOOD}\n{{'prompt'}}", "row 3: not valid JSON: .*"),
     "invalid file": ("rows.json", "{", "not valid JSON: "),
     "object as file": ("rows.json", GOOD, r"expected a list of rows, got dict \(one row a line is \.jsonl\)"),
+    "a row a line": ("rows.json", f"{GOOD}\n{GOOD}", r"not valid JSON: Extra data.* \(one row a line is \.jsonl\)"),
     "ragged, short": ("rows.csv", "prompt,answer\na,b\nc", "row 2: expected 2 columns as in the header line"),
     "ragged, long": ("rows.csv", "prompt,answer\na,b,c", "row 1: expected 2 columns as in the header line"),
     "open quote": ("rows.csv", 'prompt,answer\na,b\n"c,d', "row 2: not valid CSV: unexpected end of data"),

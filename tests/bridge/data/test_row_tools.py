@@ -347,6 +347,14 @@ def test_a_key_of_a_message_moves_tokens_or_is_named(form, name):
     assert named(reads, form, row, apply_chat_template=False) == ([] if refused else [name])
 
 
+@pytest.mark.parametrize("nothing", [None, "", [], {}], ids=str)
+@pytest.mark.parametrize("name", MESSAGE_KEYS)
+def test_a_key_that_says_nothing_is_not_named(name, nothing):
+    messages = [USER | {name: nothing}, SAYS | {name: nothing}]
+    assert named(bytes_tokenizer("chatml"), "supervised", {"messages": messages}) == []
+    assert named(bytes_tokenizer("chatml"), "policy", {"prompt": [*messages, USER]}) == []
+
+
 def test_calls_that_a_template_does_not_write_are_named():
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     row = {"messages": [USER, call, {"role": "tool", "content": "2"}, SAYS]}

@@ -6,6 +6,7 @@ import pandas
 import pytest
 
 from rl_bridge.common.terminal import remarks
+from rl_bridge.data.messages import in_one_form, tools_of
 from rl_bridge.data.rows import RESPONSES, answered_row, policy_row, read_rows, supervised_row
 from rl_bridge.models.encoding import conversation_of, encode_row
 from rl_bridge.rewards.sources import exact_match
@@ -185,9 +186,11 @@ def test_messages_and_tools_in_csv_are_json_text_in_every_column(tmp_path):
     columns = {"prompt": [USER], "chosen": [REPLY], "rejected": [TOOL | {"role": "assistant"}], "tools": tools}
     cells = ['"' + json.dumps(value).replace('"', '""') + '"' for value in columns.values()]
     (tmp_path / "rows.csv").write_text(f"{','.join(columns)},answer\n{','.join(cells)},[{{}}]\n")
-    (row,) = read_rows(str(tmp_path / "rows.csv"), fields=())
-    assert {name: row[name] for name in columns} == columns
+    (row,) = read_rows(str(tmp_path / "rows.csv"), fields=(), check=in_one_form)
+    assert {name: row[name] for name in columns if name != "tools"} | {"tools": list(tools_of(row))} == columns
     assert row["answer"] == "[{}]"  # JSON, and no messages
+    (row,) = read_rows(str(tmp_path / "rows.csv"), fields=())
+    assert (row["prompt"], row["tools"], row["chosen"]) == ([USER], tools, json.dumps([REPLY]))
 
 
 @pytest.mark.parametrize("check", [policy_row, supervised_row])

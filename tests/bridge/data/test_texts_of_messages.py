@@ -1,11 +1,14 @@
 """A conversation as text is read as its messages, or refused: it is never trained on as a plain text in silence."""
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
 
-from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.data.rows import RESPONSES, policy_row, supervised_row, text_of
+from rl_bridge.loop.data import any_row
 
 ASK, SAYS = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "it's 2"}
 SHARED = [{"from": "human", "value": "1+1"}]
@@ -27,6 +30,10 @@ REFUSED = {
     "numbers of NumPy": str([ASK | {"score": np.float64(1.0), "note": float("nan")}]),
     "a tuple": str((ASK, SAYS)),
     "a long content before the role": str([{"content": "w " * 5000, "role": "user"}]),
+    "JSON with a comma too many": '[{"role": "user", "content": "1", "name": null, "cached": true, "is_new": false},]',
+    "Python with null": "[{'role': 'user', 'content': null}]",
+    "a date": "[{'role': 'user', 'content': '1', 'at': datetime.datetime(2026, 1, 2, 3, 4)}]",
+    "a time stamp of pandas": "[{'role': 'user', 'content': '1', 'at': Timestamp('2026-01-02')}]",
     "from and value": json.dumps(SHARED),
     "from and value, by Python": str(SHARED),
     "an object of messages": json.dumps({"messages": [ASK]}),
@@ -69,6 +76,49 @@ def test_an_answer_to_compare_with_stays_text_and_one_to_imitate_does_not():
     text = json.dumps({"role": "admin", "content": "x"})
     assert policy_row({"prompt": "write JSON", "answer": text})["answer"] == text
     assert supervised_row({"prompt": "1+1", "answer": json.dumps([SAYS])})["answer"] == [SAYS]
+
+
+OTHERS = ("response", "completion", "answer", "gold", "chosen", "rejected", "note")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("form", [*READ, *REFUSED])
+def test_a_column_that_a_reward_alone_reads_stays_as_it_is(form, name):
+    text = (READ | REFUSED)[form]
+    for read in (policy_row, any_row):
+        assert read({"prompt": "1+1", name: text})[name] == text
+
+
+SCALARS = {
+    "text": ("2", "2"),
+    "a number": (2, "2"),
+    "a float": (2.5, "2.5"),
+    "a decimal": (Decimal("2.50"), "2.50"),
+    "yes": (True, "True"),
+    "a date": (date(2026, 1, 2), "2026-01-02"),
+    "a number of NumPy": (np.int64(2), "2"),
+}
+NO_TEXT = {
+    "bytes": b"2",
+    "a set": {"2"},
+    "an object": object(),
+    "not a number": float("nan"),
+    "an infinite decimal": Decimal("Infinity"),
+    "a mapping": {"a": 1},
+    "a memory": bytearray(b"2"),
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+@pytest.mark.parametrize("form", [*SCALARS, *NO_TEXT])
+def test_a_response_is_text_a_number_or_messages(form, name):
+    """Bytes of a binary column, or a set, would be trained on as Python prints them."""
+    row = {"prompt": "1+1", name: SCALARS[form][0] if form in SCALARS else NO_TEXT[form]}
+    if form in SCALARS:
+        assert text_of(supervised_row(row)[name]) == SCALARS[form][1]
+    else:
+        with pytest.raises(ValueError, match=f"{name} must be text or messages, got"):
+            supervised_row(row)
 
 
 @pytest.mark.parametrize("text", PLAIN, ids=range(len(PLAIN)))

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rl_bridge.models import chat_templates as limits
-from rl_bridge.models.chat_templates import bounded, rendered, use_template
+from rl_bridge.models import template_limits as limits
+from rl_bridge.models.chat_templates import rendered, use_template
 from rl_bridge.models.small import character_tokenizer
+from rl_bridge.models.template_limits import bounded
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HUGE = "{% generation %}{{ 'a' * 3000000000 }}{% endgeneration %}"

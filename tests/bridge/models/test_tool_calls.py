@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from rl_bridge.data.messages import Chat
+from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.models.encoding import encode_prompt, encode_row
 from rl_bridge.models.tool_calls import ToolCall, call_form
 from tests.support.chat_templates import CHATML, bytes_tokenizer
 
@@ -100,3 +103,38 @@ def test_a_generation_prompt_that_opens_a_thought_belongs_to_no_call():
     form = call_form(tokenizer, TOOLS)
     assert form.mark == "<tool_call>"
     assert form.calls("</think>" + json.dumps({"name": "add", "arguments": {}})) == []
+
+
+# DeepSeek's templates write calls beside the content None alone: an empty one is an answer without words.
+NULL = {
+    "is none": "m.content is none",
+    "equals none": "m.content == None",
+    "no text": "m.content is not string",
+    "added to a text": "('' + m.content if m.content is not none else none) is none",
+}
+CALLING = {
+    "objects": "{{ f.name }}|{{ f.arguments | tojson }}",
+    "texts": "{{ f.name + '|' + f.arguments }}",
+}
+CONTENTS = {"null": {"content": None}, "empty": {"content": ""}, "absent": {}}
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Paris"}, '{"city": "Paris"}', {}], ids=["object", "text", "none"])
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("written", CALLING)
+@pytest.mark.parametrize("condition", NULL)
+def test_a_call_beside_null_content_is_written_as_the_template_does(condition, written, content, arguments):
+    calls = "{% for c in m.tool_calls %}{% set f = c.function %}<call>" + CALLING[written] + "</call>{% endfor %}"
+    body = "{% if " + NULL[condition] + " %}" + calls + "{% else %}{{ m.content }}{% endif %}"
+    tokenizer = bytes_tokenizer("chatml")
+    tokenizer.chat_template = CHATML.replace("{{ m.content }}", body)
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    user, told = {"role": "user", "content": "q"}, {"role": "tool", "content": "3"}
+    called = {"role": "assistant", **CONTENTS[content], "tool_calls": [call]}
+    as_object = json.loads(arguments) if isinstance(arguments, str) else arguments
+    expected = f"<call>weather|{json.dumps(as_object)}</call><|im_end|>"
+    trained = encode_row(tokenizer, supervised_row({"messages": [user, called]}))
+    assert expected in tokenizer.decode([t for t, m in zip(trained.tokens, trained.loss_mask, strict=True) if m])
+    for behind in ([], [told], [told, {"role": "assistant", "content": "3"}, user]):
+        prompt = Chat.of(policy_row({"messages": [user, called, *(behind or [user])]}))
+        assert tokenizer.decode(encode_prompt(tokenizer, prompt)).count(expected) == 1
