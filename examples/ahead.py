@@ -20,7 +20,7 @@ def main(
     resume: bool = False,
     steps: int = 200,
     prompts: int = 32,
-    completions: int = 8,
+    n: int = 8,
     max_new_tokens: int = 512,
     max_staleness: int = 1,
     rollout_workers: int | None = None,  # processes that draw and do not train
@@ -32,7 +32,7 @@ def main(
     rollout = Rollout(source, workers=rollout_workers)
     apart_from = [rollout] if rollout_workers else []
     policy = Policy(source, objective, AdamW(lr, warmup=10, total=steps), apart_from=apart_from)
-    sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens)
+    sampling = SamplingParams(n=n, max_new_tokens=max_new_tokens)
     ahead = Ahead(rollout, policy, rows, reward, sampling, prompts=prompts, steps=steps, max_staleness=max_staleness)
     with ahead, Run(name, state=[policy, ahead], output=output, resume=resume) as run:
         for _ in run.steps(steps):

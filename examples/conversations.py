@@ -31,7 +31,7 @@ def main(
     resume: bool = False,
     steps: int = 200,
     prompts: int = 32,
-    completions: int = 8,
+    n: int = 8,
     max_turns: int = 4,
     max_new_tokens: int = 512,
     lr: float = 1e-6,
@@ -42,7 +42,7 @@ def main(
     with Run(name, state=[policy, rows], output=output, resume=resume) as run:
         for step in run.steps(steps):
             policy.sync_weights(rollout)
-            sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens, seed=step)
+            sampling = SamplingParams(n=n, max_new_tokens=max_new_tokens, seed=step)
             groups = rollout.converse(rows.take(prompts), sampling, tools=[multiply], max_turns=max_turns).score(reward)
             run.log(policy.update(groups.batch().with_advantages(objective)), groups)
         policy.save(run.folder / "model")

@@ -20,7 +20,7 @@ def main(
     resume: bool = False,
     steps: int = 200,
     prompts: int = 32,
-    completions: int = 8,
+    n: int = 8,
     max_new_tokens: int = 512,
     lr: float = 1e-6,
 ) -> None:
@@ -32,7 +32,7 @@ def main(
     with Run(name, state=[policy, rows], output=output, resume=resume) as run:  # metrics, checkpoints, report
         for step in run.steps(steps):
             policy.sync_weights(rollout)  # proved, or the engine is replaced
-            sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens, seed=step)
+            sampling = SamplingParams(n=n, max_new_tokens=max_new_tokens, seed=step)
             groups = rollout.generate(rows.take(prompts), sampling).score(reward)
             batch = reference.score(groups.batch()).with_advantages(objective)
             run.log(policy.update(batch), groups)

@@ -27,7 +27,7 @@ def main(
     resume: bool = False,
     steps: int = 200,
     prompts: int = 32,
-    completions: int = 8,
+    n: int = 8,
     max_new_tokens: int = 512,
     reference_every: int = 20,
     lr: float = 1e-6,
@@ -42,7 +42,7 @@ def main(
             policy.sync_weights(rollout)
             if step and step % reference_every == 0:
                 policy.sync_weights(reference)
-            sampling = SamplingParams(n=completions, max_new_tokens=max_new_tokens, seed=step)
+            sampling = SamplingParams(n=n, max_new_tokens=max_new_tokens, seed=step)
             groups = rollout.generate(rows.take(prompts), sampling).score(reward)
             batch = reference.score(groups.batch()).with_advantages(objective)
             run.log(policy.update(batch), groups)

@@ -54,7 +54,7 @@ def command(*words: Any) -> None:
 
 QUICKSTART = {
     "--policy.sampling.max-new-tokens": 5,
-    "--policy.responses-per-prompt": 4,
+    "--policy.sampling.n": 4,
     "--policy.updates-per-step": 2,
     "--optimizer.learning-rate": 1.5e-4,
     "--optimizer.decay": "linear",

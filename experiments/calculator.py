@@ -17,7 +17,8 @@ import numpy as np
 
 from experiments import calculator_tool
 from experiments.calculator_tool import Calculator, Disconnected, demonstration, product_row
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.pretrained import save_pretrained
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -90,10 +91,9 @@ def pipeline(folder: Path, name: str, model: Path, seed: int, steps: int, thread
         policy=PolicyConfig(
             steps=steps,
             prompts_per_step=16,
-            responses_per_prompt=8,
             updates_per_step=2,
             evaluate_every=5,
-            sampling=SamplingOptions(max_new_tokens=10),
+            sampling=SamplingParams(n=8, max_new_tokens=10),
         ),
         optimizer=OptimizerConfig(learning_rate=5e-4, warmup=3, decay="constant", beta2=0.95),
         objective=objective_options("dapo"),

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from experiments.machine import facts
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.data.tasks import split_rows
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.loop.data import Model
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -46,8 +47,8 @@ Settings = Mapping[str, tuple[dict[str, Any], Reward]]
 def pipeline_of(options: Mapping[str, Any], *, name: str, output: Path, seed: int, steps: int) -> PolicyPipeline:
     """The pipeline of one run; ``options`` are over the task's own, those of ``policy`` one by one."""
     warm = OptimizerConfig(learning_rate=3e-3, warmup=20, decay="constant", beta2=0.99)
-    policy: dict[str, Any] = {"steps": steps, "prompts_per_step": 32, "responses_per_prompt": 8}
-    policy |= {"sampling": SamplingOptions(max_new_tokens=4), "updates_per_step": 2, "evaluate_every": 5}
+    policy: dict[str, Any] = {"steps": steps, "prompts_per_step": 32}
+    policy |= {"sampling": SamplingParams(n=8, max_new_tokens=4), "updates_per_step": 2, "evaluate_every": 5}
     chosen = dict(options)
     policy |= chosen.pop("policy", {})
     common: dict[str, Any] = {

@@ -30,7 +30,7 @@ def main(
     warm_rows: int = 256,
     steps: int = 240,
     prompts: int = 192,
-    completions: int = 4,
+    n: int = 4,
     evaluate_every: int = 20,
     checkpoint_every: int = 50,
 ) -> None:
@@ -59,7 +59,7 @@ def main(
         run.print(f"held-out accuracy before reinforcement learning: {before['held_out']:.3f}")
         for step in run.steps(steps, [policy, rows]):
             policy.sync_weights(rollout)  # proved, or the engine is replaced
-            sampling = SamplingParams(n=completions, max_new_tokens=5, seed=1_000_003 * seed + step)
+            sampling = SamplingParams(n=n, max_new_tokens=5, seed=1_000_003 * seed + step)
             groups = rollout.generate(rows.take(prompts), sampling).score(reward)
             update = policy.update(groups.batch().with_advantages(objective), updates=2)
             due = (step + 1) % evaluate_every == 0 or step + 1 == steps

@@ -39,7 +39,7 @@ from rl_bridge.run.records import read_records
 RESULTS, RUNS = Path(__file__).parent / "results" / "reproducible", Path("runs") / "reproducible"
 OF_A_SESSION = {"stage", "step", "seconds", "tokens_per_second", "run", "attempt", "time"}
 WAYS = ("again", "killed", "2 ranks", "nudged")
-POLICY = ["--sft.steps", "0", "--policy.prompts-per-step", "16", "--policy.responses-per-prompt", "8"]
+POLICY = ["--sft.steps", "0", "--policy.prompts-per-step", "16", "--policy.sampling.n", "8"]
 POLICY += ["--policy.updates-per-step", "2", "--policy.sampling.max-new-tokens", "4", "--policy.evaluate-every", "10"]
 POLICY += ["--optimizer.decay", "linear", "--optimizer.final", "0.2", "--optimizer.beta2", "0.99"]
 POLICY += ["--optimizer.learning-rate", "5e-4", "--optimizer.warmup", "5", "--objective.kl.coef", "0.01"]

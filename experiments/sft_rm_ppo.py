@@ -22,7 +22,7 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments.policy_runs import ROWS, band, save, series
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.files import write_json
 from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.trajectory import SamplingParams
@@ -154,11 +154,10 @@ def chain(seed: int, sizes: Sizes, folder: Path) -> dict[str, Any]:
             policy=PolicyConfig(
                 steps=sizes.steps,
                 prompts_per_step=32,
-                responses_per_prompt=8,
                 updates_per_step=2,
                 evaluate_every=sizes.evaluate_every,
                 critic_warmup=min(5, sizes.steps - 1),
-                sampling=SamplingOptions(max_new_tokens=4),
+                sampling=SamplingParams(n=8, max_new_tokens=4),
             ),
             optimizer=OptimizerConfig(learning_rate=5e-4, warmup=5, final=0.2, beta2=0.99),
             **common,

@@ -10,8 +10,9 @@ reading, is in experiments/LOG.md.
 
 import sys
 
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.tasks import reasoning_reward, reasoning_rows, split_rows
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.loop.data import Model
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import load_smollm2
@@ -34,8 +35,7 @@ DEFAULT = PolicyPipeline(
     policy=PolicyConfig(
         steps=48,
         prompts_per_step=8,
-        responses_per_prompt=8,
-        sampling=SamplingOptions(max_new_tokens=12),
+        sampling=SamplingParams(n=8, max_new_tokens=12),
         evaluate_every=16,
     ),
     optimizer=OptimizerConfig(learning_rate=1e-5, warmup=5, decay="constant", beta2=0.95),

@@ -55,7 +55,7 @@ FIXED = "--policy.updates-per-step 2 --policy.evaluate-every {every} --optimizer
 FIXED += " --policy.sampling.max-new-tokens 5 --optimizer.decay linear --optimizer.final 0.2 --optimizer.beta2 0.99"
 SPACE = {
     "optimizer.learning-rate": "log:1e-5..1e-2",
-    "policy.responses-per-prompt+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
+    "policy.sampling.n+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
     "objective.clip-high": "log:0.02..1",
 }
 BASE = "--sft.steps 135 --sft.rows-per-step 256 --optimizer.learning-rate 2e-3 --optimizer.warmup 50 --threads 1"

@@ -24,7 +24,7 @@ OPTIONS = "--prune-after 8 --prune-factor 3 --prune-pairs 4"
 """Of all studies. With 24 steps, asha decides after step 8; paired from step 12 on, with two seeds."""
 SPACE = {
     "optimizer.learning-rate": "log:3e-6..3e-3",
-    "policy.responses-per-prompt+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
+    "policy.sampling.n+policy.prompts-per-step": "2+96,4+48,8+24,16+12",
     "objective.clip-high": "log:0.02..1",
 }
 SEEDS = 3

@@ -24,7 +24,7 @@ USES = {
     "rewards": ("reward", "environment", "max-turns"),
     "steps": (
         *("steps", "epochs", "rows-per-step", "evaluate-every"),
-        *("policy.steps", "policy.prompts-per-step", "policy.responses-per-prompt"),
+        *("policy.steps", "policy.prompts-per-step", "policy.sampling.n"),
         *("policy.updates-per-step", "policy.evaluate-every", "sft.steps", "sft.rows-per-step"),
     ),
     "completions": ("policy.sampling.max-new-tokens", "policy.sampling.temperature", "rollout.backend"),

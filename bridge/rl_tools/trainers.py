@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
 
 from rl_bridge.common.terminal import say
-from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, read_run_files
+from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, is_fixed, read_run_files
 
 if TYPE_CHECKING:
     from rl_bridge.run.options import RunOptions
@@ -267,7 +267,8 @@ HELP_ALL = "--help-all"
 OWN = ("seed", "name", "output", "resume", "resume-anyway", "dry-run")
 """Options of a trainer that the study sets itself."""
 _SHORT = {"lr": "learning-rate", "bs": "prompts-per-step", "epoch": "epochs", "wd": "weight-decay", "gpus": "mesh"}
-"""Last part of an option's name in other programs → its name here."""
+_SHORT |= {"responses-per-prompt": "sampling.n"}
+"""Last part of an option's name in other programs, or of an older name here → its name here."""
 
 
 @dataclass
@@ -312,6 +313,8 @@ class TrainerOptions:
         name_in_full = f"{head}{dot}{_SHORT.get(last, last)}"
         if dot and last in names:
             return [last]  # behind a part that this trainer does not have: sft.steps is steps
+        if name_in_full in names:
+            return [name_in_full]
         return difflib.get_close_matches(name_in_full, names, n=3, cutoff=0.5)
 
     def _names(self) -> list[str]:
@@ -365,7 +368,7 @@ def options_of(config: Any) -> TrainerOptions:
 def _walk(kind: type, config: Any, prefix: str, options: TrainerOptions) -> None:
     hints = typing.get_type_hints(kind, include_extras=True)
     for option in dataclasses.fields(kind):
-        if not option.init:
+        if not option.init or is_fixed(option):
             continue
         name, hint = f"{prefix}{dashed(option.name)}", hints[option.name]
         value = None if isinstance(config, type) else getattr(config, option.name, None)

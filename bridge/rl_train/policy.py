@@ -68,7 +68,7 @@ def run_policy(
             write_samples(run.folder, before=before)
         ahead = None
         if options.asynchronous.on:
-            sampling = config.sampling.params(n=config.responses_per_prompt, seed=options.seed)
+            sampling = replace(config.sampling, seed=options.seed)
             running = {"environment": beside.environment, **options.of_ahead()}
             ahead = enter(Ahead(rollout, policy, rows, inputs.rewards, sampling, **running))
         renew = partial(policy.sync_weights, rollout) if ahead is None else ahead.sync
@@ -210,12 +210,12 @@ def draw(
     generate = rollout.generate if environment is None else partial(rollout.converse, **conversing)
     rounds: list[Groups] = []
     while True:
-        prompts, count = rows.take(config.prompts_per_step), config.responses_per_prompt
+        prompts = rows.take(config.prompts_per_step)
         # Seeds of further rounds are those of no step.
-        sampling = config.sampling.params(n=count, seed=seed_of(options.seed, step) + (len(rounds) << 48))
+        sampling = replace(config.sampling, seed=seed_of(options.seed, step) + (len(rounds) << 48))
         groups, greedy = generate(prompts, sampling), None
         if "greedy_rewards" in objective.required_rollout_fields:
-            greedy = generate(prompts, config.sampling.params().greedily())
+            greedy = generate(prompts, replace(config.sampling, n=1).greedily())
         groups = groups.score(inputs.rewards, greedy=greedy, **options.of_rewards())
         if config.sampling_rounds == 1:
             return groups

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.own_model import is_file_of_class
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
@@ -66,9 +67,8 @@ def pretrained_config(
         policy=PolicyConfig(
             steps=200,
             prompts_per_step=16,
-            responses_per_prompt=8,
             evaluate_every=25,
-            sampling=SamplingOptions(max_new_tokens=512),
+            sampling=SamplingParams(n=8, max_new_tokens=512),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-5 if adapters else 1e-6, decay="constant", beta2=0.999),
         objective=objective_options("dapo"),
@@ -102,8 +102,7 @@ def quickstart() -> PolicyPipeline:
             evaluate_every=20,
             # At the same cost, four completions of 192 prompts learn faster than eight of 96,
             # and eight of 96 faster than sixteen of 48.
-            responses_per_prompt=4,
-            sampling=SamplingOptions(max_new_tokens=5),
+            sampling=SamplingParams(n=4, max_new_tokens=5),
         ),
         # Five times this rate learns more slowly: the advantages of a group are too noisy for that.
         optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup=10, final=0.2, beta2=0.99),

@@ -157,7 +157,7 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     @property
     def completions(self) -> int:
         """Completions of one step."""
-        return self.policy.prompts_per_step * self.policy.responses_per_prompt
+        return self.policy.prompts_per_step * self.policy.sampling.n
 
     def rows_of_steps(self) -> dict[str, int]:
         """Option → rows that one step takes."""

@@ -102,9 +102,8 @@ def settings(model: str) -> Iterator[tuple[str, PolicyPipeline]]:
     policy = replace(
         start.policy,
         prompts_per_step=rows.prompts,
-        responses_per_prompt=rows.responses,
         updates_per_step=2,
-        sampling=replace(start.policy.sampling, max_new_tokens=rows.new_tokens),
+        sampling=replace(start.policy.sampling, n=rows.responses, max_new_tokens=rows.new_tokens),
     )
     many, few = (192, 96) if model == "smollm2" else (1024, 256)
     base = replace(start, micro_batch_tokens=many, policy=policy)

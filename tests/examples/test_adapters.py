@@ -73,7 +73,7 @@ def test_a_trained_part_has_the_command_s_numbers_to_the_bit(loop, part, model_f
     settings = {
         "--model": model_folder, "--data": problems, "--eval-data": problems, "--output": tmp_path, "--name": "command",
         "--reward": f"{tmp_path / 'reward.py'}:reward", "--policy.steps": 3, "--policy.prompts-per-step": 4,
-        "--policy.responses-per-prompt": 4, "--policy.sampling.max-new-tokens": 5, "--optimizer.learning-rate": 0.02,
+        "--policy.sampling.n": 4, "--policy.sampling.max-new-tokens": 5, "--optimizer.learning-rate": 0.02,
         "--optimizer.warmup": 0, "--optimizer.decay": "linear", "--optimizer.beta2": 0.99, "--samples-every": 0,
     }  # fmt: skip
     pairs = [str(word) for pair in settings.items() for word in pair]

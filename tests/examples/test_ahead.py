@@ -27,7 +27,7 @@ from tests.support import warm
 from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"steps": 3, "prompts": 4, "completions": 4, "max_new_tokens": 5, "lr": 0.02}
+SIZES = {"steps": 3, "prompts": 4, "n": 4, "max_new_tokens": 5, "lr": 0.02}
 
 
 def longer(completion, row):

@@ -183,7 +183,7 @@ def test_a_loop_has_the_command_s_numbers_and_lines_and_goes_on_with_these(
         "--model": model_folder, "--data": problems, "--eval-data": problems, "--output": tmp_path, "--name": "command",
         "--reward": f"{tmp_path / 'reward.py'}:{'alike' if variant.updates > 1 else 'unlike'}",
         "--policy.steps": 3, "--policy.updates-per-step": variant.updates, "--policy.prompts-per-step": 4,
-        "--policy.responses-per-prompt": 4, "--policy.sampling.max-new-tokens": 5, "--optimizer.learning-rate": 0.02,
+        "--policy.sampling.n": 4, "--policy.sampling.max-new-tokens": 5, "--optimizer.learning-rate": 0.02,
         "--optimizer.warmup": 0, "--optimizer.decay": "linear", "--optimizer.beta2": 0.99, "--samples-every": 2,
     }  # fmt: skip
     if "teacher_logprobs" in variant.objective.required_rollout_fields:

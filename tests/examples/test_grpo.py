@@ -12,7 +12,7 @@ from tests.support import warm
 from tests.support.results import metrics
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"steps": 2, "prompts": 4, "completions": 4, "max_new_tokens": 5, "lr": 0.02}
+SIZES = {"steps": 2, "prompts": 4, "n": 4, "max_new_tokens": 5, "lr": 0.02}
 LENGTH = "def reward(completion, row):\n    return len(completion) + 0.1 * completion.count('1')\n"
 
 
@@ -33,7 +33,7 @@ def words(model_folder, problems, output, name):
         "--name": name,
         "--policy.steps": SIZES["steps"],
         "--policy.prompts-per-step": SIZES["prompts"],
-        "--policy.responses-per-prompt": SIZES["completions"],
+        "--policy.sampling.n": SIZES["n"],
         "--policy.sampling.max-new-tokens": SIZES["max_new_tokens"],
         "--optimizer.learning-rate": SIZES["lr"],
         "--optimizer.decay": "linear",

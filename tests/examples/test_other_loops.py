@@ -48,7 +48,7 @@ def test_ppo(records, problems, monkeypatch):
 
 def test_own_loss(records, problems, tmp_path, monkeypatch):
     monkeypatch.setattr(own_loss, "reward", lambda completion, row: completion.count("1"))
-    sizes = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "reference_every": 1, "lr": 0.02}
+    sizes = {"prompts": 4, "n": 4, "max_new_tokens": 5, "reference_every": 1, "lr": 0.02}
     first, second = records(own_loss, problems, **sizes)
     assert first["policy_loss"] != second["policy_loss"] and second["kl"] == first["kl"] == 0  # the reference follows
     (tmp_path / "run").rename(tmp_path / "own")
@@ -72,6 +72,6 @@ def test_conversations(records, problems, monkeypatch):
     calls = [("multiply", {"a": 3, "b": 4})]
     monkeypatch.setattr(functions, "call_form", lambda *_: SimpleNamespace(calls=lambda text: calls))
     monkeypatch.setattr(conversations, "reward", lambda completion, row: completion.count("1"))
-    sizes = {"prompts": 4, "completions": 4, "max_new_tokens": 5, "max_turns": 3, "lr": 0.02}
+    sizes = {"prompts": 4, "n": 4, "max_new_tokens": 5, "max_turns": 3, "lr": 0.02}
     first, second = records(conversations, problems, **sizes)
     assert 1 < first["turns"] <= 3 and first["policy_loss"] != second["policy_loss"]

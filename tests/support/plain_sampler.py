@@ -1,6 +1,7 @@
 """A step's completions, drawn and scored in the step itself: what rollouts that run ahead are compared with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,15 +38,15 @@ class PlainSampler:
 
     def sample(self, step: int) -> Sampled:
         """``prompts_per_step`` groups of the next rows, with rewards."""
-        n, sampling = self.config.responses_per_prompt, self.config.sampling
+        sampling = replace(self.config.sampling, seed=self.seed * 1_000_003 + step)
         rows = self.stream.take(self.config.prompts_per_step)
-        trajectories = self._scored(rows, sampling.params(n=n, seed=self.seed * 1_000_003 + step))
-        return rewarded(trajectories, self.rewards, n, greedy=self._baseline(rows), **self._making)
+        trajectories = self._scored(rows, sampling)
+        return rewarded(trajectories, self.rewards, sampling.n, greedy=self._baseline(rows), **self._making)
 
     def _baseline(self, rows: Sequence[dict[str, Any]]) -> torch.Tensor | None:
         if not self._greedy:
             return None
-        greedy = self._scored(rows, self.config.sampling.params().greedily())
+        greedy = self._scored(rows, replace(self.config.sampling, n=1).greedily())
         return baseline_of(greedy, self.rewards, **self._making)
 
     def _scored(self, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Trajectory]:

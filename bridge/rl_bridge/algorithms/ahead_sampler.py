@@ -81,12 +81,12 @@ class AheadSampler:
                 f"rollouts that run ahead of training do not go with sampling_rounds={config.sampling_rounds}: rewards "
                 "would decide what may be drawn ahead"
             )
-        self._samples = config.responses_per_prompt + self._greedy
+        self._samples = config.sampling.n + self._greedy
         """Completions of a prompt: those to train on, and a greedy one where the objective reads its rewards."""
         # The trainer's thread uses the other one.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._admission, self._pace, self._lazy = admission, pace, lazy
-        self._lanes = Lanes(rollout, config.sampling.params(), self._samples)
+        self._lanes = Lanes(rollout, replace(config.sampling, n=1), self._samples)
         self._patience, self._talking = patience, talking
         self._talks: Talks | None = None
         self._ledger, self._step, self._training = Ledger(), 0, False
@@ -141,8 +141,7 @@ class AheadSampler:
         if self._talks is not None and all(trajectory.finish_reason == "error" for trajectory in trajectories):
             cause = self._talks.failures[-1] if self._talks.failures else "before the run was taken up again"
             raise ValueError(f"the environment failed in all {len(trajectories)} conversations of step {step}; {cause}")
-        count = self._config.responses_per_prompt
-        sampled = rewarded(trajectories, self.rewards, count, greedy=baseline, **self._making)
+        sampled = rewarded(trajectories, self.rewards, self._config.sampling.n, greedy=baseline, **self._making)
         sampled = replace(sampled, ahead=self._metrics(groups, step))
         self._forget()
         return sampled

@@ -13,12 +13,12 @@ import torch
 
 import rl_fn
 from rl_bridge.algorithms.completions import Complete, failures, has_ended, reward_matrix, scored
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig, ScalarOptions
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.plots import Figure, spared
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.common.terminal import tell
-from rl_bridge.data.trajectory import Trajectory
+from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
 from rl_bridge.rewards import RewardError, Rewards
 
@@ -98,13 +98,15 @@ def evaluate(
     complete: Complete,
     rows: Sequence[dict],
     rewards: Rewards,
-    sampling: SamplingOptions,
+    sampling: SamplingParams,
     *,
     temperature: float = 0.0,
     scalar: ScalarOptions | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """One completion of each of ``rows``, greedy by default: the mean reward, each score, and the first few to read.
+
+    ``n`` and ``seed`` of ``sampling`` are not read: those of an evaluation are 1 and the run's.
 
     A score is None where no reward applies, or where the completion failed: neither is in a mean. The shares that
     failed are ``errors`` and ``aborted``, where there are any.
@@ -114,7 +116,7 @@ def evaluate(
     Raises:
         RewardError: every completion failed, or a reward applies to none.
     """
-    trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature).params(seed=seed))
+    trajectories = scored(complete, rewards, rows, replace(sampling, temperature=temperature, n=1, seed=seed))
     require_ended(trajectories)
     matrix = _of_ended(trajectories, rewards, 1)
     scores = (scalar or ScalarOptions()).combine(matrix, rewards.weights)[:, 0].tolist()
@@ -186,7 +188,7 @@ def pass_rates(
     row are drawn as for training, by the run's ``seed``.
     """
     samples = config.pass_samples or max(config.pass_at)
-    trajectories = scored(complete, rewards, rows, config.sampling.params(n=samples, seed=seed))
+    trajectories = scored(complete, rewards, rows, replace(config.sampling, n=samples, seed=seed))
     earned = config.scalar.combine(_of_ended(trajectories, rewards, samples), rewards.weights)
     return pass_rates_of(earned, config.pass_at, config.correct_reward)
 

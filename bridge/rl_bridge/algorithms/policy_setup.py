@@ -184,29 +184,6 @@ class ScalarOptions:
 # Options of a run: steps, prompts, completions, how they are sampled and evaluated.
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How a completion is sampled. How many there are of a prompt, and the seed, are the trainer's."""
-
-    max_new_tokens: int
-    """Tokens of a completion, at most."""
-    temperature: float = 1.0
-    """Logits are divided by it, in sampling and in the policy's probabilities alike."""
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the model's own stop tokens; all tokens that were drawn are kept."""
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be sampled, naming the option."""
-        self.params()
-
-    def params(self, *, n: int = 1, seed: int = 0) -> SamplingParams:
-        """The request to a rollout: ``n`` completions a prompt."""
-        return SamplingParams(**vars(self), n=n, seed=seed)
-
-
 def seed_of(seed: int, step: int) -> int:
     """The seed of a step's random numbers in a run with this ``seed``.
 
@@ -218,15 +195,14 @@ def seed_of(seed: int, step: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """One step: ``prompts_per_step`` prompts of ``responses_per_prompt`` completions, ``updates_per_step`` updates."""
+    """One step: ``prompts_per_step`` prompts of ``sampling.n`` completions, ``updates_per_step`` updates."""
 
     steps: int
     """Steps of reinforcement learning: completions are drawn, scored and trained on once in each."""
     prompts_per_step: int
     """Prompts that a step draws completions of."""
-    responses_per_prompt: int
-    """Completions of a prompt, the group that an advantage compares a reward with."""
-    sampling: SamplingOptions
+    sampling: SamplingParams
+    """How completions are drawn. The seed of a step is the run's."""
     updates_per_step: int = 1
     """Parts of a step's completions, each with an update of its own."""
     evaluate_every: int = 25
@@ -259,7 +235,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be counted, sampled or estimated."""
-        counted = ("steps", "prompts_per_step", "responses_per_prompt", "updates_per_step", "evaluate_every")
+        counted = ("steps", "prompts_per_step", "updates_per_step", "evaluate_every")
         if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
         if self.reference_every is not None and self.reference_every < 1:
@@ -287,6 +263,8 @@ class PolicyConfig:
             raise ValueError(f"overlong_buffer must be from 0 to max_new_tokens {limit}, got {self.overlong_buffer}")
         if self.sampling.temperature == 0:
             raise ValueError("greedy completions of one prompt are all the same: sampling.temperature must be > 0")
+        if self.sampling.seed != SamplingParams.seed:
+            raise ValueError(f"the seed of a step is the run's --seed, and sampling has none, got {self.sampling.seed}")
 
 
 # The engines that a policy is trained with: itself, its rollout, and the models that its objective asks for.
@@ -340,7 +318,7 @@ def require_objective(objective: Objective, config: PolicyConfig) -> None:
             over prompts.
     """
     name, rounds = objective.name, config.sampling_rounds
-    require_group(objective, config.responses_per_prompt, "responses_per_prompt")
+    require_group(objective, config.sampling.n, "--policy.sampling.n")
     if rounds > 1 and objective.dynamic_sampling is None:
         raise ValueError(f"sampling_rounds={rounds} refills what dynamic sampling leaves out: {name} has none")
     if config.critic_warmup and objective.value is None:

@@ -8,6 +8,8 @@ from itertools import groupby
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple, get_args
 
+from tyro.conf import Fixed, Suppress
+
 from rl_bridge.data.messages import Chat
 
 # Requests to a rollout: prompts with an id each, and how their completions are sampled.
@@ -22,22 +24,29 @@ RequestId = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How completions are sampled. ``temperature`` 0 is greedy; ``n`` completions a prompt.
+    """How completions are sampled.
 
     A token depends on the request's id, the sample's number and the position alone: not on how the rows were batched
     and not on the worker.
     """
 
     max_new_tokens: int
+    """Tokens of a completion, at most."""
     temperature: float = 1.0
+    """Logits are divided by it, in sampling and in a policy's probabilities alike. 0 takes the most likely tokens."""
     top_k: int | None = None
+    """Draw among so many tokens, the most likely ones. None: among all."""
     top_p: float | None = None
+    """Draw among the fewest tokens whose probabilities add up to this share. None: among all."""
     min_p: float | None = None
+    """Draw among the tokens with at least this share of the most likely one's probability. None: among all."""
     n: int = 1
+    """Completions of a prompt, the group that an advantage compares a reward with."""
     stop: tuple[str, ...] = ()
-    """Texts that end a completion, besides the tokenizer's and the model's own stop tokens. All tokens that were drawn
-    are kept, the one that completed the text included (``rl_bridge.rollout.sampling``)."""
-    seed: int = 0
+    """Texts that end a completion, besides the tokenizer's and the model's own stop tokens; all tokens that were drawn
+    are kept, the one that completed the text included."""
+    # A run has a seed of its own: that of a request is no option of the command line.
+    seed: Suppress[Fixed[int]] = 0
     """First number of the ids of requests that are made from bare prompts (``requests_of``)."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
 from rl_bridge.environments import EnvironmentFactory
@@ -96,12 +96,10 @@ class Ahead:
             window=window,
             request_seconds=request_seconds,
         )
-        settings = asdict(sampling)
         config = PolicyConfig(
             steps=steps,
             prompts_per_step=prompts,
-            responses_per_prompt=settings.pop("n"),
-            sampling=SamplingOptions(**{name: value for name, value in settings.items() if name != "seed"}),
+            sampling=replace(sampling, seed=SamplingParams.seed),
             scalar=scalar or ScalarOptions(),
             overlong_buffer=overlong_buffer,
         )

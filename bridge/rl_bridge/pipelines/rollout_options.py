@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import Complete, completions
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_files import content_of
 from rl_bridge.data.messages import Chat, arguments_of
@@ -244,7 +244,7 @@ class EnvironmentOptions(RewardOptions):
         rollout: InferenceEngine,
         rows: Sequence[Mapping[str, Any]],
         tokenizer: PreTrainedTokenizerBase,
-        sampling: SamplingOptions,
+        sampling: SamplingParams,
     ) -> None:
         """Refuse what is longer than this engine holds, before a warm start that would be in vain.
 

@@ -4,6 +4,7 @@ import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _fill(table: Any, config: Any) -> None:
     """Put the options of ``config`` into a table. The recipe's name is first; tables are last, for they end a table."""
     import tomlkit
 
-    options = sorted(dataclasses.fields(config), key=lambda option: option.init)
+    options = sorted(filterfalse(is_fixed, dataclasses.fields(config)), key=lambda option: option.init)
     values = {option.name: getattr(config, option.name) for option in options}
     for option in options:
         value = values[option.name]
@@ -53,6 +54,18 @@ def _fill(table: Any, config: Any) -> None:
             _fill(part, value)
             if part:
                 table.add(dashed(name), part)
+
+
+def is_fixed(option: dataclasses.Field) -> bool:
+    """Whether a field of a config is no option: neither the command line nor a run file has it.
+
+    >>> from rl_bridge.data.trajectory import SamplingParams
+    >>> [option.name for option in dataclasses.fields(SamplingParams) if is_fixed(option)]
+    ['seed']
+    """
+    from tyro.conf import Fixed  # of the extra ``bridge``
+
+    return Fixed in getattr(option.type, "__metadata__", ())
 
 
 def dashed(name: str) -> str:

@@ -66,7 +66,7 @@ def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[Mod
     config = pipeline.policy
     return source, Workload(
         prompts=config.prompts_per_step,
-        responses=config.responses_per_prompt,
+        responses=config.sampling.n,
         prompt_tokens=prompt_tokens or longest,
         new_tokens=config.sampling.max_new_tokens,
     )

@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from rl_bridge.algorithms.comparison_training import accumulate, kl_of
 from rl_bridge.common.terminal import given
 from rl_bridge.data.comparisons import PairBatch, collate_comparisons
 from rl_bridge.data.token_batch import TokenBatch, collate, micro_batches
-from rl_bridge.data.trajectory import SamplingParams, Trajectory, single_turn
+from rl_bridge.data.trajectory import Trajectory, single_turn
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.worker import worker_of
 from rl_bridge.models.model_source import ModelSource, ValueSource
@@ -178,7 +178,7 @@ class PolicyStep:
             return
         worker, load = self.worker(self.rollout), self.workload
         assert isinstance(worker, InProcessRollout)
-        sampling = SamplingParams(max_new_tokens=load.new_tokens, **_drawing(self.pipeline))
+        sampling = replace(self.pipeline.policy.sampling, max_new_tokens=load.new_tokens)
         decoder = CachedDecoder(worker._model, sampling, stop=[EOS], max_rows=worker._max_batch_rows)
         prompts = self.prompt_tokens()
         for row in range(-(-load.prompts // len(self.executor.slots)) * load.responses):
@@ -259,11 +259,6 @@ class PolicyStep:
         self._snapshots.clear()
         self._engines.__exit__()
         self.live.forget()
-
-
-def _drawing(pipeline: PolicyPipeline) -> dict[str, Any]:
-    options = vars(pipeline.policy.sampling)
-    return {name: value for name, value in options.items() if name != "max_new_tokens"}
 
 
 @contextmanager

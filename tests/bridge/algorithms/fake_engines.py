@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.loop.data import Model
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -127,11 +127,9 @@ def run_loop(reward, objective=None, reference=None, steps=2, output=None, mesh=
     policy, rollout = options.pop("policy", None) or FakePolicy(), FakeRollout()
     engines = {"policy": policy, "rollout": rollout, "reference": reference, "teacher": None}
     engines |= {name: options.pop(name, None) for name in ("critic", "supervised")}
-    sampling = SamplingOptions(max_new_tokens=4, temperature=0.8)
-    config = PolicyConfig(
-        **{"steps": steps, "prompts_per_step": 3, "responses_per_prompt": 4, "sampling": sampling, "evaluate_every": 2}
-        | options
-    )
+    sampling = SamplingParams(n=4, max_new_tokens=4, temperature=0.8)
+    counts = {"steps": steps, "prompts_per_step": 3, "sampling": sampling, "evaluate_every": 2}
+    config = PolicyConfig(**counts | options)
     chosen, states = rl_fn.recipes.dapo() if objective is None else objective, []
 
     class Options(PolicyPipeline):

@@ -8,7 +8,7 @@ import pytest
 import rl_bridge
 from rl_bridge.algorithms.completions import rewarded, without_signal
 from rl_bridge.algorithms.evaluation import Evaluator, evaluate, gain, pass_rates
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import RewardError, load
 from tests.support.reward_batches import rows
@@ -72,17 +72,14 @@ def completed(reasons):
 
 
 REASONS = {"1": "error", "3": "abort"}
-OPTIONS = SamplingOptions(max_new_tokens=9)
-CONFIG = PolicyConfig(
-    steps=1, prompts_per_step=1, responses_per_prompt=2, sampling=OPTIONS, pass_at=(1,), correct_reward=3.0
-)
+CONFIG = PolicyConfig(steps=1, prompts_per_step=1, sampling=replace(SAMPLING, n=2), pass_at=(1,), correct_reward=3.0)
 
 
 def test_an_evaluation_leaves_failures_out_and_counts_them(tmp_path):
     reward = load(REWARDS["two"])
     data = rows(6)
-    found = evaluate(completed(REASONS), data, reward, OPTIONS)
-    rest = evaluate(completed({}), [row for row in data if row["answer"] not in REASONS], reward, OPTIONS)
+    found = evaluate(completed(REASONS), data, reward, SAMPLING)
+    rest = evaluate(completed({}), [row for row in data if row["answer"] not in REASONS], reward, SAMPLING)
     assert (found["reward"], found["rewards"]) == (rest["reward"], rest["rewards"])
     assert [score for score in found["scores"] if score is not None] == rest["scores"]
     assert found["scores"][1] is found["scores"][3] is None
@@ -90,7 +87,7 @@ def test_an_evaluation_leaves_failures_out_and_counts_them(tmp_path):
     assert found["samples"][1] | {"prompt": "", "completion": ""} == {
         "prompt": "", "completion": "", "answer": "1", "a": None, "b": None, "failed": "error"
     }  # fmt: skip
-    assert gain(found, evaluate(completed({}), data, reward, OPTIONS))["mean"] == 0.0
+    assert gain(found, evaluate(completed({}), data, reward, SAMPLING))["mean"] == 0.0
     evaluator = Evaluator(completed(REASONS), reward, data, CONFIG, tmp_path)
     metrics = evaluator.metrics(0)
     assert metrics["held_out"] == rest["reward"] and metrics["pass@1"] == pytest.approx(3 / 4)
@@ -113,8 +110,8 @@ def test_an_evaluation_of_failures_alone_is_refused(reason):
     with pytest.raises(
         RewardError, match="nothing to measure is left of 3 held-out completions: an environment failed"
     ):
-        evaluate(completed(everywhere), rows(3), load(REWARDS["one"]), OPTIONS)
-    scored = load(REWARDS["one"]).score(completed(everywhere)(rows(3), OPTIONS.params()))
+        evaluate(completed(everywhere), rows(3), load(REWARDS["one"]), SAMPLING)
+    scored = load(REWARDS["one"]).score(completed(everywhere)(rows(3), replace(SAMPLING, n=1)))
     groups = rl_bridge.Groups(trajectories=scored, sampling=replace(SAMPLING, n=1), pad_token=0)
     with pytest.raises(RewardError, match="nothing to measure is left of 3 held-out completions"):
         groups.score(REWARDS["one"]).held_out()

@@ -9,8 +9,8 @@ import pytest
 import rl_fn
 from rl_bridge.algorithms.completions import overlong, without_signal
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, pass_rates
-from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, SamplingOptions, constraint
-from rl_bridge.data.trajectory import Trajectory, single_turn
+from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, constraint
+from rl_bridge.data.trajectory import SamplingParams, Trajectory, single_turn
 from rl_bridge.loop.trained import controlled_terms
 from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options
 from rl_bridge.rewards import load
@@ -18,7 +18,7 @@ from rl_fn import components
 from tests.bridge.algorithms.fake_engines import drawn
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
-COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
+COUNTS = {"steps": 2, "prompts_per_step": 3, "updates_per_step": 2}
 
 
 class Asked:
@@ -44,7 +44,7 @@ def test_refilling_samples_until_enough_groups_have_a_signal():
         return float(completion == "1" and int(row["answer"]) % 4 == 2)
 
     def sampled_by(reward, rounds, asked):
-        sampling = SamplingOptions(max_new_tokens=4)
+        sampling = SamplingParams(n=4, max_new_tokens=4)
         config = PolicyConfig(**COUNTS, sampling=sampling, sampling_rounds=rounds)
         return drawn(asked, reward, config, ROWS, step=1).scored
 
@@ -77,14 +77,14 @@ def test_a_failure_is_no_signal():
     def reward(completion, row):
         return float(completion == "0") if int(row["answer"]) % 4 else float(int(completion) % 2)
 
-    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), sampling_rounds=2)
+    config = PolicyConfig(**COUNTS, sampling=SamplingParams(n=4, max_new_tokens=4), sampling_rounds=2)
     sampled = drawn(Failing(), reward, config, ROWS).scored
     assert 0 < len(sampled.rewards) < 6
     assert all(int(t.row["answer"]) % 4 == 0 for t in sampled.trajectories)
 
 
 def test_long_completions_are_penalised():
-    sampling = SamplingOptions(max_new_tokens=2)
+    sampling = SamplingParams(n=4, max_new_tokens=2)
     config = PolicyConfig(**COUNTS, sampling=sampling, overlong_buffer=2)
     sampled = drawn(Asked(), lambda c, row: 1.0, config, ROWS, rl_fn.recipes.grpo()).scored
     assert sampled.names == ("reward", "overlong") and sampled.matrix.shape == (3, 2, 4)
@@ -116,7 +116,7 @@ def test_a_conversation_is_penalised_for_the_turn_that_nears_its_limit(turns, pe
 def test_the_seed_of_a_run_is_that_of_its_evaluations(tmp_path):
     """MUSB-4: sampled evaluations and pass@k drew by seed 0 whatever --seed said."""
     rewards, calls = load(lambda completion, row: 1.0), []
-    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), pass_at=(1, 2))
+    config = PolicyConfig(**COUNTS, sampling=SamplingParams(n=4, max_new_tokens=4), pass_at=(1, 2))
     for seed in (0, 5):
         asked = Asked()
         evaluate_both(asked, ROWS, rewards, config, seed)
@@ -230,7 +230,7 @@ def test_the_archive_keeps_what_no_step_beats_and_goes_on(tmp_path):
 
 
 def test_pass_at_k_counts_correct_completions():
-    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4), pass_at=(1, 4), pass_samples=4)
+    config = PolicyConfig(**COUNTS, sampling=SamplingParams(n=4, max_new_tokens=4), pass_at=(1, 4), pass_samples=4)
     asked = Asked()
     rewards = load(lambda completion, row: float(completion == "1" and row["answer"] in ("2", "6")))
     found = pass_rates(asked, ROWS, rewards, config)

@@ -12,7 +12,7 @@ import rl_fn
 from rl_bridge import AdamW, Critic, Model, Policy, Reference, Rollout, Teacher
 from rl_bridge.algorithms.advantages import Advantages, steps_of
 from rl_bridge.algorithms.completions import Sampled, rewarded
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions, ScalarOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig, ScalarOptions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
@@ -32,7 +32,7 @@ from tests.support.tracing import module_of
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
 SCORING = ScoringConfig(temperature=0.7)
 FAST = AdamW(0.05, warmup=0, total=8)
-COUNTS = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
+COUNTS = {"steps": 2, "prompts_per_step": 3, "updates_per_step": 2}
 
 
 def digits(trajectories):
@@ -46,7 +46,7 @@ def world(tokenizer, monkeypatch):
     source, beside = Model(StateSource(model), tokenizer), Model(StateSource(other), tokenizer)
     # A head of zeros has no values to tell apart.
     monkeypatch.setattr(values, "ValueSource", partial(ValueSource, seed=3))
-    config = PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.7))
+    config = PolicyConfig(**COUNTS, sampling=SamplingParams(n=4, max_new_tokens=4, temperature=0.7))
     with ExitStack() as opened:
 
         def build(objective, **changes):

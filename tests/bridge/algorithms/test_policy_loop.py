@@ -1,6 +1,7 @@
 """The recipe's loop, against engines that write down what they were asked."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 import rl_fn
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.algorithms.evaluation import evaluate
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import Mesh
 from rl_bridge.rewards import load
 from tests.bridge.algorithms.fake_engines import ROWS, FakePolicy, FakeRollout, longest_is_best, run_loop
@@ -152,14 +154,14 @@ def test_each_completion_is_rewarded_by_the_row_of_its_prompt():
 def test_evaluation_shows_scores_and_samples():
     rollout = FakeRollout()
     rewards = load(lambda completion, row: float(row["answer"]))
-    result = evaluate(completions(rollout), ROWS * 2, rewards, SamplingOptions(max_new_tokens=4))
+    result = evaluate(completions(rollout), ROWS * 2, rewards, SamplingParams(n=2, max_new_tokens=4))
     assert result["reward"] == 4.5 and result["scores"] == [float(i) for i in range(10)] * 2
     assert len(result["samples"]) == 16
     assert result["samples"][1] == {"prompt": "1", "completion": "1/0", "answer": "1", "reward": 1.0}
 
 
-SAMPLING = SamplingOptions(max_new_tokens=4)
-COUNTS = {"steps": 1, "prompts_per_step": 1, "responses_per_prompt": 2}
+SAMPLING = SamplingParams(n=2, max_new_tokens=4)
+COUNTS = {"steps": 1, "prompts_per_step": 1}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,6 @@ COUNTS = {"steps": 1, "prompts_per_step": 1, "responses_per_prompt": 2}
         {"prompts_per_step": 0},
         {"updates_per_step": 0},
         {"evaluate_every": 0},
-        {"responses_per_prompt": 0},
         {"sampling_rounds": 0},
         {"pass_at": (1, 0)},
         {"critic_warmup": -1},
@@ -182,4 +183,9 @@ def test_counts_are_checked(options):
 
 def test_greedy_groups_are_refused():
     with pytest.raises(ValueError, match=r"sampling\.temperature must be > 0"):
-        PolicyConfig(**COUNTS, sampling=SamplingOptions(max_new_tokens=4, temperature=0.0))
+        PolicyConfig(**COUNTS, sampling=replace(SAMPLING, temperature=0.0))
+
+
+def test_a_sampling_with_a_seed_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"the seed of a step is the run's --seed, and sampling has none, got 3"):
+        PolicyConfig(**COUNTS, sampling=replace(SAMPLING, seed=3))

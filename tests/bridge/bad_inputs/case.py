@@ -22,7 +22,7 @@ COMMON = "--model tinyq --held-out 2 --threads 1 --name first --output runs"
 SFT = f"train sft {COMMON} --data sums.jsonl --steps 1 --rows-per-step 2"
 POLICY = (
     f"train policy {COMMON} --data asked.jsonl --policy.steps 1 --policy.prompts-per-step 2 --policy.evaluate-every 1"
-    " --policy.responses-per-prompt 2 --policy.sampling.max-new-tokens 3 --reward judged.py:score"
+    " --policy.sampling.n 2 --policy.sampling.max-new-tokens 3 --reward judged.py:score"
 )
 PREFERENCE = f"train preference {COMMON} --data pairs.jsonl --steps 1 --rows-per-step 2"
 REWARD_MODEL = f"train reward-model {COMMON} --data pairs.jsonl --steps 1 --rows-per-step 2"

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from rl_bridge import NLL, AdamW, Model, Policy, Rows, Run
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines.worker import Worker
 from rl_bridge.loop.data import collate
 from rl_bridge.memory.garbage_collection import (
@@ -237,8 +237,8 @@ def test_every_stage_of_a_recipe_is_in_charge_of_the_collector(model: Model, tmp
             enabled.setdefault(record["stage"], []).append(gc.isenabled())
 
     rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(4)]
-    counts: dict[str, Any] = {"steps": 2, "prompts_per_step": 2, "responses_per_prompt": 2}
-    config = PolicyConfig(**counts, sampling=SamplingOptions(max_new_tokens=2))
+    counts: dict[str, Any] = {"steps": 2, "prompts_per_step": 2}
+    config = PolicyConfig(**counts, sampling=SamplingParams(n=2, max_new_tokens=2))
     options = PolicyPipeline(policy=config, sft=WarmStart(steps=2, rows_per_step=2), output=tmp_path)
     run_policy(options, [Steps()], lambda own: PolicyInputs.of(own, model, rows, rows, lambda completion, row: 1.0))
     assert enabled == {"sft": [False] * 2, "policy": [False] * 2} and gc.isenabled()

@@ -196,7 +196,7 @@ SHORT = {
     "preference": ["--steps", 1, "--rows-per-step", 2],
     "policy": [
         *("--sft.steps", 0, "--policy.steps", 1, "--policy.prompts-per-step", 1),
-        *("--policy.responses-per-prompt", 2, "--policy.sampling.max-new-tokens", 4),
+        *("--policy.sampling.n", 2, "--policy.sampling.max-new-tokens", 4),
     ],
 }
 

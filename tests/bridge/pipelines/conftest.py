@@ -25,7 +25,7 @@ OPTIONS = {
     "--sft.rows-per-step": 16,
     "--policy.steps": 8,
     "--policy.prompts-per-step": 4,
-    "--policy.responses-per-prompt": 4,
+    "--policy.sampling.n": 4,
     "--policy.evaluate-every": 4,
     "--checkpoint-every": 3,
     "--held-out": 20,

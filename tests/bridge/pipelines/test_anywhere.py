@@ -43,7 +43,7 @@ POLICY = {
     "--sft.rows-per-step": 4,
     "--policy.steps": 2,
     "--policy.prompts-per-step": 2,
-    "--policy.responses-per-prompt": 2,
+    "--policy.sampling.n": 2,
     "--policy.evaluate-every": 1,
     "--checkpoint-every": 1,
     "--held-out": 4,

@@ -70,7 +70,8 @@ def reward_model(loss):
 def policy(warm):
     def pipeline(**options):
         quick, start = quickstart(), WarmStart(steps=warm, rows_per_step=STEP)
-        few = {"steps": 1, "prompts_per_step": STEP, "responses_per_prompt": 2, "updates_per_step": 1}
+        few = {"steps": 1, "prompts_per_step": STEP, "sampling": replace(quick.policy.sampling, n=2)}
+        few |= {"updates_per_step": 1}
         return run_policy, replace(quick, policy=replace(quick.policy, **few), sft=start, track_kl=False, **options)
 
     return pipeline

@@ -30,7 +30,7 @@ def chain(folder, start):
     run(folder, "sft", name="demonstrated", model=start, **data, **{"steps": 2, "rows-per-step": 8})
     compared = {"data": folder / "pairs.jsonl", "steps": 3, "rows-per-step": 8}
     run(folder, "reward-model", name="judged", model=model, **compared)
-    options = {"sft.steps": 0, "policy.steps": 2, "policy.prompts-per-step": 4, "policy.responses-per-prompt": 2}
+    options = {"sft.steps": 0, "policy.steps": 2, "policy.prompts-per-step": 4, "policy.sampling.n": 2}
     options |= {"critic.model": judge, "objective.kl.place": "reward", "objective.kl.coef": 1.0}
     rewards = ["--reward", f"learned=model:{judge}", "right=exact", "--reward-weights", "1", "0"]
     options |= {"policy.sampling.max-new-tokens": 5, "policy.reference-every": 2}  # a reference that follows is saved

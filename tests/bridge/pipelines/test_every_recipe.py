@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import rl_fn
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.loop.data import Model
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.pretrained import save_pretrained
@@ -46,8 +47,8 @@ def start(tokenizer, tmp_path_factory):
 
 
 def pipeline_of(recipe, folder, teacher, **options):
-    policy = {"steps": 2, "prompts_per_step": 3, "responses_per_prompt": 4, "updates_per_step": 2}
-    sampling = SamplingOptions(max_new_tokens=4)
+    policy = {"steps": 2, "prompts_per_step": 3, "updates_per_step": 2}
+    sampling = SamplingParams(n=4, max_new_tokens=4)
     policy = PolicyConfig(**policy | {"sampling": sampling, "correct_reward": 0.5} | options.pop("policy", {}))
     needs_teacher = recipe == "on_policy_distillation"
     return PolicyPipeline(

@@ -12,7 +12,7 @@ from rl_tools.cli import main
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(9)]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "7+7"} for row in ROWS]
 POLICY = ("--sft.steps", "0", "--policy.steps", "1", "--policy.prompts-per-step", "2")
-POLICY += ("--policy.responses-per-prompt", "2", "--policy.sampling.max-new-tokens", "3")
+POLICY += ("--policy.sampling.n", "2", "--policy.sampling.max-new-tokens", "3")
 STEPS = {
     "sft": ("--steps", "1", "--rows-per-step", "2"),
     "preference": ("--steps", "1", "--rows-per-step", "2"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_bridge.algorithms.policy_setup import PolicyConfig, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.user_files import content_of, sources_of
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.rollout_options import RolloutOptions
@@ -122,9 +123,7 @@ def test_policy(inputs):
         environment=f"{inputs / 'game.py'}:interact",
         objective=objective_options("ppo"),
         critic=CriticOptions(model=str(inputs / "critic")),
-        policy=PolicyConfig(
-            steps=1, prompts_per_step=2, responses_per_prompt=2, sampling=SamplingOptions(max_new_tokens=2)
-        ),
+        policy=PolicyConfig(steps=1, prompts_per_step=2, sampling=SamplingParams(n=2, max_new_tokens=2)),
     )
     every_change_is_refused(run_policy, pipeline, inputs, POLICY)
 
@@ -135,7 +134,7 @@ def test_usr_7_a_reward_that_changes_the_working_directory_moves_nothing(inputs,
     there = str(inputs / "there")
     (inputs / "moves.py").write_text(f"import os\n\ndef f(completion, row):\n    os.chdir({there!r})\n    return 1.0\n")
     monkeypatch.chdir(inputs)
-    sampling = SamplingOptions(max_new_tokens=2)
+    sampling = SamplingParams(n=2, max_new_tokens=2)
     run_policy(
         PolicyPipeline(
             name="run",
@@ -144,7 +143,7 @@ def test_usr_7_a_reward_that_changes_the_working_directory_moves_nothing(inputs,
             data="rows.jsonl",
             eval_data="eval.jsonl",
             reward=("moves.py:f",),
-            policy=PolicyConfig(steps=2, prompts_per_step=2, responses_per_prompt=2, sampling=sampling),
+            policy=PolicyConfig(steps=2, prompts_per_step=2, sampling=sampling),
             checkpoint_every=1,
         )
     )
@@ -194,7 +193,7 @@ def test_a_model_class_is_trained_by_the_words_of_the_policy_command(inputs):
         "--model": f"{inputs / 'own.py'}:small", "--tokenizer": inputs / "words",
         "--weights": inputs / "own.safetensors", "--reward": f"{inputs / 'reward.py'}:score",
         "--data": inputs / "rows.jsonl", "--eval-data": inputs / "eval.jsonl", "--output": inputs / "runs",
-        "--policy.steps": 1, "--policy.prompts-per-step": 2, "--policy.responses-per-prompt": 2,
+        "--policy.steps": 1, "--policy.prompts-per-step": 2, "--policy.sampling.n": 2,
         "--policy.sampling.max-new-tokens": 2,
     }  # fmt: skip
     assert main(["train", "policy", *(str(word) for option in words.items() for word in option)]) in (0, None)

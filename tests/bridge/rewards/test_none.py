@@ -11,8 +11,8 @@ import rl_bridge
 import rl_fn
 from rl_bridge.algorithms.completions import without_signal
 from rl_bridge.algorithms.evaluation import evaluate, gain, interval
-from rl_bridge.algorithms.policy_setup import SamplingOptions, ScalarOptions
-from rl_bridge.data.trajectory import single_turn
+from rl_bridge.algorithms.policy_setup import ScalarOptions
+from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.rewards import RewardError, RewardOptions, load, with_rows
 from tests.support.reward_batches import rows, trajectories, values
 
@@ -194,7 +194,7 @@ def named(name):
 
 
 def test_an_evaluation_leaves_rows_out_and_pairs_those_with_both_scores():
-    options = SamplingOptions(max_new_tokens=4)
+    options = SamplingParams(max_new_tokens=4)
 
     def even(completion, row):
         return None if int(row["answer"]) % 2 else float(row["answer"])

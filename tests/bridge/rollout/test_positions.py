@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from rl_bridge.algorithms.policy_setup import SamplingOptions
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Request, RowRequest, SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine
@@ -253,7 +252,7 @@ def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(envir
         {field: text if field == "prompt" else [{"role": "user", "content": text}], "_where": where}
         for where, text in contents
     ]
-    options, sampling = EnvironmentOptions(environment=environment), SamplingOptions(max_new_tokens=POSITIONS - 4)
+    options, sampling = EnvironmentOptions(environment=environment), SamplingParams(max_new_tokens=POSITIONS - 4)
     refused = environment is None and refusal
     with pytest.raises(ValueError, match=refusal) if refused else contextlib.nullcontext():
         options.require_engine(rollout, rows, tokenizer, sampling)
@@ -262,4 +261,4 @@ def test_rows_that_an_engine_does_not_hold_are_refused_before_a_warm_start(envir
 def test_rows_that_were_compared_with_the_model_are_not_encoded_again_for_an_engine_that_holds_as_much():
     rollout, tokenizer = InProcessRollout(tiny(), TOKENIZER), None
     assert rollout.ends()[1] == POSITIONS and rollout.narrower() is None
-    EnvironmentOptions().require_engine(rollout, [{"prompt": "1"}], tokenizer, SamplingOptions(max_new_tokens=2))
+    EnvironmentOptions().require_engine(rollout, [{"prompt": "1"}], tokenizer, SamplingParams(max_new_tokens=2))

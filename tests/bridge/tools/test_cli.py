@@ -205,6 +205,8 @@ MISSPELT = {
     "train policy --objective.tau 1": "--objective.tau is of objective:kimi; here it is objective:dapo",
     "train policy --sft.lr 1": "--sft.lr: did you mean --sft.optimizer.learning-rate",
     "train policy --polcy.steps 1": "--polcy.steps: did you mean --policy.steps",
+    "train policy --policy.responses-per-prompt 8": "--policy.responses-per-prompt: did you mean --policy.sampling.n?",
+    "train policy --policy.sampling.seed 3": "--policy.sampling.seed: did you mean --seed?",
     "train sft --packing True": "",
     "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
     "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_bridge.run.run_toml import RUN_FILE, toml_of
+from rl_bridge.run.run_toml import RUN_FILE, is_fixed, toml_of
 from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
@@ -84,7 +84,7 @@ def leaves(config: Any, prefix: str = "") -> Iterator[str]:
         name = prefix + option.name.replace("_", "-")
         if is_dataclass(value := getattr(config, option.name)):
             yield from leaves(value, f"{name}.")
-        elif option.init:
+        elif option.init and not is_fixed(option):
             yield name
 
 
@@ -112,12 +112,15 @@ def test_files_lie_over_one_another_and_options_over_files(tmp_path):
 
 def test_a_folder_of_a_run_stands_for_its_file(tmp_path):
     config = replace(quickstart(), seed=3)
-    (tmp_path / RUN_FILE).write_text(toml_of(config, "policy"))
+    (tmp_path / RUN_FILE).write_text(text := toml_of(config, "policy"))
+    assert text.count("seed = ") == 1  # that of the run
     assert read(tmp_path) == ("policy", config)
 
 
 WRONG = {
     "policy.stepz = 3": "policy.stepz: did you mean policy.steps",
+    "policy.responses_per_prompt = 8": "policy.responses-per-prompt: did you mean policy.sampling.n?",
+    "policy.sampling.seed = 0": "policy.sampling.seed: did you mean seed?",
     'policy.steps = "many"': "policy.steps must be a whole number, got 'many'",
     "policy.steps = true": "policy.steps must be a whole number, got True",
     "policy.steps = 1.5": "policy.steps must be a whole number, got 1.5",

@@ -8,8 +8,9 @@ import torch
 import rl_fn
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import completions
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
 from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rewards import load
 from rl_bridge.rollout.ahead.pumps import Admission
@@ -21,8 +22,7 @@ ROWS = [{"prompt": f"{i}+{7 * i}=", "answer": str(8 * i), "_where": f"row {i}"} 
 CONFIG = PolicyConfig(
     steps=5,
     prompts_per_step=3,
-    responses_per_prompt=2,
-    sampling=SamplingOptions(max_new_tokens=14, temperature=0.9),
+    sampling=SamplingParams(n=2, max_new_tokens=14, temperature=0.9),
 )
 
 

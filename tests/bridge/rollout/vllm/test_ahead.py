@@ -8,8 +8,9 @@ import torch
 import rl_fn
 from rl_bridge.algorithms import ahead_sampler
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
-from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, SamplingOptions
+from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines
 from rl_bridge.data.rows import RowStream
+from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, TrainEngine
 from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.model_source import PretrainedSource, StateSource
@@ -48,8 +49,8 @@ def logprobs_of(model, trajectory):
 
 
 def sampler_of(rollout, tokenizer, pace, cuts, staleness=2, objective=None):
-    sampling = SamplingOptions(max_new_tokens=20, temperature=TEMPERATURE, **cuts)
-    config = PolicyConfig(steps=STEPS, prompts_per_step=3, responses_per_prompt=2, sampling=sampling)
+    sampling = SamplingParams(n=2, max_new_tokens=20, temperature=TEMPERATURE, **cuts)
+    config = PolicyConfig(steps=STEPS, prompts_per_step=3, sampling=sampling)
     rewards, stream = load(lambda completion, row: float(len(completion))), RowStream(ROWS, 3)
     admission = Admission(max_staleness=staleness, prompts_per_step=3, steps=STEPS)
     return AheadSampler(

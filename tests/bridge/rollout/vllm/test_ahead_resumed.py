@@ -19,7 +19,7 @@ OPTIONS = {
     "--sft.rows-per-step": 8,
     "--policy.steps": 5,
     "--policy.prompts-per-step": 4,
-    "--policy.responses-per-prompt": 4,
+    "--policy.sampling.n": 4,
     "--policy.updates-per-step": 1,
     "--policy.sampling.max-new-tokens": 12,
     "--policy.evaluate-every": 5,

@@ -50,7 +50,7 @@ POLICY = {
     "--sft.steps": 0,
     "--policy.steps": 3,
     "--policy.prompts-per-step": 4,
-    "--policy.responses-per-prompt": 4,
+    "--policy.sampling.n": 4,
     "--policy.sampling.max-new-tokens": 8,
     "--policy.sampling.top-k": 3,
     "--micro-batch-tokens": 28,

@@ -44,7 +44,7 @@ def run_of(folder: Path, **fields) -> PolicyPipeline:
         checkpoint_every=1,
         sft=replace(start.sft, steps=0),
         micro_batch_tokens=4 * TOKENS,
-        policy=replace(start.policy, steps=2, prompts_per_step=4, responses_per_prompt=4, sampling=sampling),
+        policy=replace(start.policy, steps=2, prompts_per_step=4, sampling=sampling),
     )
     return replace(pipeline, **fields)
 

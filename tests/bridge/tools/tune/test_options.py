@@ -16,7 +16,7 @@ def test_a_recipe_has_options_of_its_own():
     words = {
         "objective.clip-high": "log:1e-4..1e-2",
         "objective:gspo.clip-low": "0.1..0.2",
-        "policy.responses-per-prompt+policy.prompts-per-step": "4+192,8+96",
+        "policy.sampling.n+policy.prompts-per-step": "4+192,8+96",
         "objective": "gspo,dapo,ppo",
         "policy.steps": "1..8",
     }
@@ -32,7 +32,7 @@ def test_a_recipe_has_options_of_its_own():
         made = words_of(corner, POLICY, ["--track-kl"])
         config = trainers.parse(quickstart(), made, prog="x")
         assert config.objective.algorithm == corner["objective"] and config.policy.steps in (1, 8)
-        assert config.policy.responses_per_prompt * config.policy.prompts_per_step == 768
+        assert config.policy.sampling.n * config.policy.prompts_per_step == 768
         assert config.objective.clip_high == corner["objective.clip-high"] and config.track_kl
         assert ("--objective.clip-low" in made) == (corner["objective"] == "gspo")
 
@@ -61,6 +61,7 @@ REFUSED = {
         [],
         "has no option --optimizer.learning-rat; did you mean optimizer.le",
     ),
+    "an older name": ({"policy.responses-per-prompt": "4,8"}, [], "-per-prompt; did you mean policy.sampling.n?"),
     "a recipe's slip": ({"objective.clip-hihg": "0..1"}, [], "did you mean objective.clip-high"),
     "no recipe": ({"objective": "gspo,dappo"}, [], "there is no objective:dappo; did you mean "),
     "of another recipe": ({"objective.clip-high": "0..1"}, ["objective:reinforce"], "here objective is reinforce"),
