@@ -2,6 +2,7 @@
 
 import torch
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.model_source import StateSource
 
@@ -9,4 +10,4 @@ from rl_bridge.models.model_source import StateSource
 def ready(kind, model, *args, **options):
     """A module of the class ``kind`` with the weights of ``model``: meta device, then weights, then optimiser."""
     source = StateSource(model)
-    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), generators())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from rl_bridge.algorithms.comparison_training import accumulate
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.model_source import ValueSource
 from rl_bridge.models.small import TinySource
@@ -38,7 +39,7 @@ COMPARED = ("reward model", "dpo", "bco")
 def made(factory: Any, tokens: Any, mesh: Any = None, **options: Any) -> Any:
     scoring = ScoringConfig(micro_batch_tokens=tokens, share_prefixes=False)
     make = partial(factory, scoring=scoring, **options)
-    return torch_worker(make, mesh, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(make, mesh, torch.device("cpu"), generators())
 
 
 def batch_of(name: str, step: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.engines.dispatch import Itself, Join, Split, in_order, split
 from rl_bridge.engines.worker import (
     Description,
@@ -113,10 +114,10 @@ class Engine:
             resources=resources,
         )
         # A module without a checkpoint gets the values that the factory would make here, wherever its workers are.
-        # The state is read and not advanced: what comes after a build does not depend on it.
-        random_state = torch.get_rng_state()
+        # The states are read and not advanced: what comes after a build does not depend on it.
+        start = generators()
         arguments = {
-            slot: (self.name, self._factory, rank, slots, layout, random_state, self.torch_module)
+            slot: (self.name, self._factory, rank, slots, layout, start, self.torch_module)
             for rank, slot in enumerate(slots)
         }
         self._build_arguments = arguments

@@ -1,6 +1,8 @@
 """One engine's share in one slot: made on the meta device, parallelised, loaded. These functions run in the workers."""
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from rl_bridge.common.random_numbers import Generators, drawing_from
 from rl_bridge.engines.dispatch import Join, declared, handed_out
 from rl_bridge.engines.module import Lifecycle, ParallelModule, PlainLifecycle, class_of
 from rl_bridge.executors.host import Host
@@ -81,7 +84,7 @@ def build_worker(
     rank: int,
     slots: Sequence[int],
     layout: Mesh,
-    random_state: torch.Tensor,
+    start: Generators,
     torch_module: bool,
 ) -> Description:
     """Make the engine's worker of this slot; returns what it is. All workers of the engine run this together.
@@ -94,36 +97,36 @@ def build_worker(
     mesh, group = None, None
     token = DATA_RANK.set(layout.data_rank(rank))
     try:
-        module = torch_module_of(factory) if torch_module else factory()
+        module = torch_module_of(factory, start) if torch_module else factory()
         if torch_module and layout.size > 1:
             from rl_bridge.parallel.mesh import make_mesh
 
             require_sequence_cut(module, layout)
             mesh, group = make_mesh(host, slots, layout), host.group(slots)
         if torch_module:
-            fill(module, factory, mesh, host.device, random_state)
+            fill(module, factory, mesh, host.device, start)
     finally:
         DATA_RANK.reset(token)
     host.workers[name] = Worker(name, module, rank, tuple(slots), layout, mesh, group, host.device)
     return described(module)
 
 
-def torch_worker(
-    factory: Callable[[], Any], mesh: Any, device: torch.device, random_state: torch.Tensor
-) -> torch.nn.Module:
+def torch_worker(factory: Callable[[], Any], mesh: Any, device: torch.device, start: Generators) -> torch.nn.Module:
     """The module of a ``TrainEngine``, parallelised and loaded. Raises as ``torch_module_of`` and ``fill``."""
-    module = torch_module_of(factory)
-    fill(module, factory, mesh, device, random_state)
+    module = torch_module_of(factory, start)
+    fill(module, factory, mesh, device, start)
     return module
 
 
-def torch_module_of(factory: Callable[[], Any]) -> torch.nn.Module:
+def torch_module_of(factory: Callable[[], Any], start: Generators) -> torch.nn.Module:
     """The factory's module on the meta device.
+
+    NumPy draws there, too: the generators go back to where they were, so that a second engine begins as the first one.
 
     Raises:
         TypeError: the factory makes something else than a torch module.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), drawing_from(start):
         module = factory()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"a TrainEngine's factory makes a torch.nn.Module, got {type(module).__name__}")
@@ -131,17 +134,33 @@ def torch_module_of(factory: Callable[[], Any]) -> torch.nn.Module:
 
 
 def fill(
-    module: torch.nn.Module, factory: Callable[[], Any], mesh: Any, device: torch.device, random_state: torch.Tensor
+    module: torch.nn.Module, factory: Callable[[], Any], mesh: Any, device: torch.device, start: Generators
 ) -> None:
     """Parallelise a module, load it, and tell it."""
     owner = module if isinstance(module, ParallelModule) else PlainLifecycle(module)
     owner.device = device
     if mesh is not None:
         owner.parallelize(mesh)
-    owner.load_weights()
+    with _writes_of_values():
+        owner.load_weights()
     if without_value := set(on_meta(module)):
-        materialize(module, without_value, factory, device, random_state)
+        materialize(module, without_value, factory, device, start)
     owner.on_weights_materialized()
+
+
+@contextmanager
+def _writes_of_values() -> Iterator[None]:
+    """Refuse ``load_state_dict`` into parameters without values, which torch leaves out with a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r"for .*: copying from a non-meta parameter", UserWarning)
+        try:
+            yield
+        except UserWarning as warning:
+            name = str(warning).partition(":")[0].removeprefix("for ")
+            raise ValueError(
+                f"load_weights copies values into {name}, which is on the meta device and has none: "
+                "load_state_dict(…, assign=True) gives a module without a mesh its values"
+            ) from warning
 
 
 def require_sequence_cut(module: torch.nn.Module, layout: Mesh) -> None:
@@ -174,14 +193,13 @@ def materialize(
     names: Collection[str],
     factory: Callable[[], Any],
     device: torch.device,
-    random_state: torch.Tensor,
+    start: Generators,
 ) -> None:
-    """Give ``names`` on the meta device the values that the factory makes on the CPU from the driver's random state.
+    """Give ``names`` on the meta device the values that the factory makes on the CPU from the driver's random states.
 
     The factory runs once more and whole: for modules too large for that, ``ParallelModule.load_weights`` is the way.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.set_rng_state(random_state)
+    with drawing_from(start), torch.device("cpu"):
         values = dict(named_tensors(factory()))
     fsdp.materialize(module, device)
     for owner in module.modules():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
+from rl_bridge.common.random_numbers import drawing_from, generators
 from rl_bridge.common.user_files import content_of, load_file, mark_of
 from rl_bridge.models.model_folder import OWN, require_floats
 from rl_bridge.models.model_source import device_of, fill
@@ -207,7 +208,8 @@ def _module(factory: Factory) -> nn.Module:
             f"{name} is made without arguments, and needs {', '.join(required)}: give functools.partial({name}, "
             f"{', '.join(f'{argument}=…' for argument in required)}), or a function that makes the model"
         )
-    module = factory()
+    with drawing_from(generators()):  # a program that draws goes on as if no model had been made
+        module = factory()
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name}() makes a torch.nn.Module, got {type(module).__name__}")
     parameters = _signature(module.forward)
@@ -220,8 +222,14 @@ def _module(factory: Factory) -> nn.Module:
         raise TypeError(f"{name}.forward lacks {', '.join(lacking)}: a model of your own has {FORWARD}")
     if next(module.parameters(), None) is None:
         raise ValueError(f"{name} has no parameter, so that there is nothing to train")
-    for parameter in module.parameters():
-        parameter.data = parameter.data.float()
+    for path, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"{name} has a parameter {path!r} of complex numbers, which would lose their imaginary part: give it "
+                "real and imaginary parts as two parameters, or as one by torch.view_as_real"
+            )
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
     return module.eval()
 
 
@@ -271,6 +279,8 @@ def vocabulary_of(factory: Factory) -> int:
 
 # Where its weights come from.
 
+_repeatable: list[tuple[Factory, int]] = []
+"""Classes that draw the same weights again, each with its seed."""
 _factories: list[Factory] = []
 """Those of this process: a class that is defined anew under its name is another one, and is compared anew."""
 
@@ -364,6 +374,8 @@ class OwnSource:
             ValueError: weights that do not fit the class, by name; or a file that is not safetensors.
         """
         computed = _unstored(model)
+        if self.weights is None:
+            self._require_repeatable()
         new = self._new() if self.weights is None or computed else None
         for name in computed:  # A table that the class computes and does not store.
             assert new is not None
@@ -398,10 +410,26 @@ class OwnSource:
         require_floats({name: kind for name, kind in stored.dtypes.items() if name in parameters}, self.weights)
         return stored
 
+    def _require_repeatable(self) -> None:
+        """Refuse a class that draws other weights each time: a policy and its reference would begin as two models.
+
+        Raises:
+            ValueError: with the first parameter that differs.
+        """
+        if (self.factory, self.seed) in _repeatable:
+            return
+        sums = [{name: repr(float(x.sum())) for name, x in self._new().state_dict().items()} for _ in range(2)]
+        if differing := [name for name, total in sums[0].items() if sums[1].get(name) != total]:
+            raise ValueError(
+                f"{self.name} draws other values of {differing[0]!r} each time that it is made: workers, policy and "
+                "reference would begin as different models; draw with torch, random or numpy.random, whose "
+                "generators are set, or with a generator that has a seed"
+            )
+        _repeatable.append((self.factory, self.seed))
+
     def _new(self) -> nn.Module:
-        """A module with values, in this process; the global random state stays as it was."""
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        """A module with values, in this process; the global random states stay as they were."""
+        with torch.device("cpu"), drawing_from(self.seed):
             return _module(self.factory)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import SamplingParams, requests_of
 from rl_bridge.engines.worker import torch_worker
@@ -38,7 +39,7 @@ TOKENIZER = character_tokenizer("0123456789")
 
 def built(kind: Any, *args: Any, **options: Any) -> Any:
     """A module of the class ``kind`` as an engine makes it on one worker; a refusal there is by name or wrong."""
-    state = torch.get_rng_state()
+    state = generators()
     return building(lambda: torch_worker(lambda: kind(*args, **options), None, torch.device("cpu"), state))
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from transformers import PreTrainedModel
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.executors.host import Host
 from rl_bridge.models.model_source import StateSource
@@ -42,7 +43,7 @@ class OneRank:
         def factory() -> CausalLMModule:
             return CausalLMModule(source, OPTIMIZER, updates=1, scoring=ScoringConfig())
 
-        state = torch.get_rng_state()
+        state = generators()
         module = building(lambda: torch_worker(factory, self._meshes[column], torch.device("cpu"), state))
         part, weights = rows.rows(mine), reference.weights(rows.mask)[mine]
         values = module.token_logprobs(part)

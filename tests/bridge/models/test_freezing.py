@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
@@ -55,7 +56,7 @@ def test_patterns_that_say_nothing_or_everything_are_refused(patterns, message):
 def test_what_is_frozen_stays_bit_for_bit():
     source = FreezingSource(BASE, ("*.layers.0.*", "model.norm.*"))
     make = lambda: SupervisedModule(source, OptimizerConfig(learning_rate=1e-2, warmup=0), updates=4)  # noqa: E731
-    module = torch_worker(make, None, torch.device("cpu"), torch.get_rng_state())
+    module = torch_worker(make, None, torch.device("cpu"), generators())
     before = {name: p.detach().clone() for name, p in module.model.named_parameters()}
     for _ in range(2):
         module.train_step(BATCH, 5.0)

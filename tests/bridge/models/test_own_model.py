@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
@@ -34,7 +35,7 @@ def nothing_is_known(monkeypatch):
 def scorer(factory, wrap=lambda source: source, parallel=None, **options):
     source, scoring = wrap(own_source(factory, tokenizer(), seed=1)), ScoringConfig(**options)
     kind = functools.partial(TokenScorer, source, scoring, parallel=parallel)
-    return torch_worker(kind, None, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(kind, None, torch.device("cpu"), generators())
 
 
 def scores(module, rows=ROWS):

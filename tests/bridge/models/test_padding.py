@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
@@ -97,7 +98,7 @@ def test_one_number_for_one_row_here_and_in_transformers(pad, own, tmp_path):
         source = ValueSource(StateSource(base.whole()), seed=1, pad_token=pad)
         with torch.device("meta"):
             assert source.empty().config.pad_token_id == pad
-        module = torch_worker(lambda: ValueScorer(source), None, torch.device("cpu"), torch.get_rng_state())
+        module = torch_worker(lambda: ValueScorer(source), None, torch.device("cpu"), generators())
         module.save_pretrained(str(tmp_path))
     else:
         torch.manual_seed(0)
@@ -119,7 +120,7 @@ def test_one_number_for_one_row_here_and_in_transformers(pad, own, tmp_path):
     read = PretrainedValueSource(str(tmp_path))
     for scoring in (ScoringConfig(share_prefixes=False), ScoringConfig(packing=True), ScoringConfig()):
         scorer = torch_worker(
-            lambda scoring=scoring: ValueScorer(read, scoring), None, torch.device("cpu"), torch.get_rng_state()
+            lambda scoring=scoring: ValueScorer(read, scoring), None, torch.device("cpu"), generators()
         )
         torch.testing.assert_close(scorer.scores(batch), alone, rtol=0, atol=1e-5)
 

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 import rl_fn
 from rl_bridge.algorithms.comparison_training import held_out_metrics
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.comparisons import stand_in_pair
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.model_source import PretrainedValueSource, StateSource, ValueSource
@@ -42,7 +43,7 @@ CASES = {
 
 
 def made(source, kind, *args, **options):
-    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), generators())
 
 
 @pytest.fixture(scope="module")

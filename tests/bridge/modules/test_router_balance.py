@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import SamplingParams
@@ -184,7 +185,7 @@ def test_with_adapters():
     model, rows = mixture("mixtral"), batch()
     source = LoRASource(StateSource(model), 2, 4, seed=1)
     make = partial(SupervisedModule, source, OPTIMIZER, updates=4)
-    module = torch_worker(make, None, torch.device("cpu"), torch.get_rng_state())
+    module = torch_worker(make, None, torch.device("cpu"), generators())
     balance, _ = expected(model, rows)
     assert mean(module.train_step(rows, 1.0)["router_balance"]) == pytest.approx(float(balance.detach()), rel=1e-5)
 
@@ -244,7 +245,7 @@ def sharded(mesh):
     make = partial(
         SupervisedModule, StateSource(mixture("mixtral")), OPTIMIZER, updates=4, scoring=ScoringConfig(**CUTS["many"])
     )
-    return torch_worker(make, mesh, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(make, mesh, torch.device("cpu"), generators())
 
 
 def rank(number, address, queue):

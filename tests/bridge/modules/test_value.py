@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import rl_fn
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.model_source import PretrainedSource, PretrainedValueSource, StateSource, ValueSource
@@ -26,7 +27,7 @@ SOURCE = ValueSource(BASE, seed=7, pad_token=0)
 
 
 def made(kind, source, *args, **options):
-    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(lambda: kind(source, *args, **options), None, torch.device("cpu"), generators())
 
 
 def critic(objective=OBJECTIVE, source=SOURCE, **options):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from rl_bridge.common.random_numbers import generators
 from tests.support.one_step import assert_equal, host_of_rank, mesh_of, whole
 from tests.support.ranks import as_rank, found_by_ranks
 
@@ -65,7 +66,7 @@ def module_of(mesh, *, packing=False, activations="keep", mixture=False):
         scoring=ScoringConfig(temperature=0.7, packing=packing),
         parallel=ParallelConfig(activations=activations),
     )
-    return torch_worker(make, mesh, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(make, mesh, torch.device("cpu"), generators())
 
 
 def training(mesh, rows, options):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Request, RowRequest, SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine
@@ -195,7 +196,7 @@ def test_a_served_engine_draws_no_more_than_the_trainer_reads(make, holds, monke
 def test_a_trainer_reads_no_token_beyond_the_positions(scorer):
     """Rows of a loop, and conversations for a critic or teacher with fewer positions than the policy."""
     source = ValueSource(tiny(), pad_token=0) if scorer is ValueScorer else tiny()
-    module = torch_worker(lambda: scorer(source), None, torch.device("cpu"), torch.get_rng_state())
+    module = torch_worker(lambda: scorer(source), None, torch.device("cpu"), generators())
     read = module.values if scorer is ValueScorer else module.token_logprobs
     rows = [single_turn([5, 6], [7] * (length - 2), group=length) for length in (POSITIONS, POSITIONS + 1)]
     assert read(collate(rows[:1], 0)).shape[1] == POSITIONS
