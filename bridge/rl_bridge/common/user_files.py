@@ -156,7 +156,7 @@ def this_process_is_the_users() -> None:
 
 
 class _Setting:
-    """What functions of the user's may set for the whole process, and what is the program's own afterwards."""
+    """A setting of the whole process that functions of the user's may change; afterwards it is the program's own."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
         self._read, self._write = read, write

@@ -88,7 +88,7 @@ class _Marks:
         return f"{name}:{content}"
 
     def _around(self, function: Any) -> str:
-        """What a function has beside its file: the object of a method, and values of the functions around it."""
+        """A hash of the object that a method belongs to, and of a function's values from the functions around it."""
         parts = []
         owner = getattr(function, "__self__", None) if inspect.isroutine(function) else None
         if owner is not None and (isinstance(owner, type) or self._is_content(owner)):
@@ -119,8 +119,9 @@ class _Marks:
             return "None"
         if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
             base: Any = next(base for base in _PLAIN if isinstance(value, base))
+            one: Any = value
             # Python writes no decimal of some thousand digits.
-            plain = base.__format__(value, "#x") if base is int else base.__repr__(value)
+            plain: str = base.__format__(one, "#x") if base is int else base.__repr__(one)
             return _short(plain if type(value) is base else f"{type(value).__qualname__} {plain}")
         place = id(value)
         if place in self._texts:
@@ -174,7 +175,7 @@ class _Marks:
         return _hash(str(present))
 
     def _of_array(self, array: Any) -> str:
-        """Of numpy's, JAX's and torch's: the text of ``repr`` leaves out the middle of a large one."""
+        """The text of an array of numpy's, JAX's or torch's; that of ``repr`` leaves out a large one's middle."""
         torch: Any = sys.modules.get("torch")
         about = f"array {array.dtype} {tuple(array.shape)}"
         if torch is None or not isinstance(array, torch.Tensor):
