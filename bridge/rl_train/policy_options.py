@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.algorithms.policy_setup import PolicyConfig, require_objective
 from rl_bridge.common.terminal import given
-from rl_bridge.common.user_files import content_of
+from rl_bridge.common.user_marks import content_of
 from rl_bridge.modules.own_loss import check_loss
 from rl_bridge.modules.policy import require_token_local
 from rl_bridge.modules.scoring import ScoringConfig

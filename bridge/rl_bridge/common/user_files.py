@@ -1,25 +1,21 @@
 """A Python file of the user's as a module: a reward's, an environment's."""
 
-import ast
+import contextlib
 import functools
-import hashlib
 import importlib.machinery
 import importlib.util
-import inspect
 import os
-import re
 import sys
-import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_train", "rl_tools")
-_INSTALLED = {"site-packages", "dist-packages"}
+from rl_bridge.common.terminal import remark
+
 _BEGIN_PROCESSES = ("reward", "environment")
 _kinds: dict[str, str] = {}
 """Name of a module that a file was loaded as in this process → its kind. A file may hold a reward and a tool."""
@@ -76,28 +72,32 @@ def _finds(name: str, file: Path) -> bool:
 def the_users_code() -> Iterator[None]:
     """While a function of the user's runs in this thread: it can neither end the process unseen nor move it.
 
-    ``os._exit`` raises SystemExit instead, whatever the status. The working directory, whether torch records gradients,
-    and torch's default dtype are what they were afterwards.
+    ``os._exit`` raises SystemExit instead, whatever the status. Whether torch records gradients in this thread is
+    afterwards as it was; so are the working directory and torch's default dtype, where the function has changed them:
+    what the program itself or a function of another thread sets meanwhile stays.
     """
-    torch: Any = sys.modules.get("torch")  # a reward's own process has none
+    torch = _torch()
     gradients = torch is None or torch.is_grad_enabled()
+    outer = _owner.get()
     with _at_work.lock:
-        if not _at_work.calls:
-            _at_work.place = _place()
-            _at_work.dtype = None if torch is None else torch.get_default_dtype()
-        _at_work.calls += 1
+        for setting in _at_work.settings:
+            setting.begin(is_first=not _at_work.owners)
+        own = None if outer in _at_work.owners else object()
+        if own is not None:
+            _at_work.owners.add(own)
+            _owner.set(own)
     try:
         with only_the_users_code():
             yield
     finally:
         if torch is not None:
             torch.set_grad_enabled(gradients)
+        if own is not None:
+            _owner.set(outer)
         with _at_work.lock:
-            _at_work.calls = max(0, _at_work.calls - 1)  # a forked child begins at 0
-            if _at_work.place is not None and _place() != _at_work.place:
-                _chdir(_at_work.place)
-            if torch is not None and _at_work.dtype not in (None, torch.get_default_dtype()):
-                torch.set_default_dtype(_at_work.dtype)
+            _at_work.owners.discard(own)
+            for setting in _at_work.settings:
+                setting.end(own, is_last=not _at_work.owners)
 
 
 @contextmanager
@@ -146,53 +146,154 @@ def _leave(status: int) -> None:
     _exit(status)
 
 
+def this_process_is_the_users() -> None:
+    """From here on ``os._exit`` ends this process, which is one object's alone: whoever waits for it sees its end."""
+    global _here
+    _here = -1
+
+
+# The working directory and torch's default dtype, which a process has once for all threads.
+
+
+class _Setting:
+    """A setting of the whole process that functions of the user's may change; afterwards it is the program's own."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]) -> None:
+        self._read, self._write = read, write
+        self._own: Any = None
+        """The program's; None where there is none, as without torch."""
+        self._mover: object = None
+        """Who set it last: the owner of a function at work, ``_ANYONE``, or None for the program."""
+
+    def begin(self, *, is_first: bool) -> None:
+        """A function begins, the first of those at work or beside others."""
+        if is_first or self._own is None:
+            self._own, self._mover = self._read(), None
+
+    def moved(self, *, may_be_program: bool) -> None:
+        """This thread has set it: a function that is at work, the program, or a thread of which neither is known."""
+        owner = _owner.get()
+        if owner in _at_work.owners:
+            self._mover = owner
+        elif may_be_program and not getattr(_inside, "calls", 0):
+            self._own, self._mover = self._read(), None
+        else:
+            self._mover = _ANYONE
+
+    def end(self, own: object, *, is_last: bool) -> None:
+        """A function ends, that of the owner ``own``, or one inside another's, without ``own``.
+
+        Others that are at work stay where they are. What C code has moved shows at the end of the last.
+        """
+        is_mine = own is not None and self._mover in (own, _ANYONE)
+        if self._own is not None and (is_mine or is_last) and self._read() != self._own:
+            self._write(self._own)
+        if is_mine:
+            self._mover = None
+
+
 def _place() -> str | None:
-    """The working directory; None where a function has removed it."""
+    """The working directory; None where it has been removed."""
     try:
         return os.getcwd()
-    except FileNotFoundError:
+    except OSError:
         return None
 
 
+def _go_back(place: str) -> None:
+    try:
+        _chdir(place)
+    except OSError as error:  # a function's result or its own error counts more
+        _remark_once(f"the program cannot go back to its folder {place} behind a function of yours: {error.strerror}")
+
+
+@functools.lru_cache(maxsize=64)
+def _remark_once(text: str) -> None:
+    with contextlib.suppress(Exception):  # nobody may read it
+        remark(text)
+
+
+def _moves_place(set_place: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+    # Outside of functions the main thread is the program's alone: a function may go on in threads of its own.
+    is_main = threading.current_thread() is threading.main_thread()
+    with _at_work.lock:
+        set_place(*arguments, **keywords)
+        _at_work.place.moved(may_be_program=is_main)
+
+
 def chdir(path: Any) -> None:
-    """``os.chdir``; see ``_keep_place``."""
-    _chdir(path)
-    _keep_place()
+    """``os.chdir``, of which ``the_users_code`` knows who called it."""
+    _moves_place(_chdir, path)
 
 
 def fchdir(fd: Any) -> None:
-    """``os.fchdir``; see ``_keep_place``."""
-    _fchdir(fd)
-    _keep_place()
+    """``os.fchdir``, of which ``the_users_code`` knows who called it."""
+    _moves_place(_fchdir, fd)
 
 
-def _keep_place() -> None:
-    """Keep what the program itself chooses while functions of the user's are at work, in the main thread alone.
+def _torch() -> Any:
+    """The module, if it has been imported: a reward's own process has none. Its setters are watched from then on."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "set_grad_enabled"):  # another thread may be importing it
+        return None
+    with _at_work.lock:
+        if not hasattr(torch.set_default_dtype, _WATCHED):
+            for name in ("set_default_dtype", "set_default_tensor_type"):
+                if hasattr(torch, name):
+                    setattr(torch, name, _watched(torch, getattr(torch, name)))
+    return torch
 
-    A function may change the directory in a thread of its own, too.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and os.getpid() == _here and not getattr(_inside, "calls", 0):
+
+def _watched(torch: Any, set_dtype: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_dtype)
+    def watched(*arguments: Any, **keywords: Any) -> None:
         with _at_work.lock:
-            _at_work.place = _place()
+            before = torch.get_default_dtype()
+            set_dtype(*arguments, **keywords)
+            # A library sets it while it builds a model, and back. Torch's compiler sets what is set already, which may
+            # be a function's.
+            if torch.get_default_dtype() != before:
+                _at_work.dtype.moved(may_be_program=True)
+
+    setattr(watched, _WATCHED, True)
+    return watched
 
 
-def _now_here() -> None:
-    """A forked child is a process of its own, with nothing of the user's on its way but what forked it."""
-    global _here
-    _here = -1
-    _at_work.lock, _at_work.calls = threading.Lock(), 0  # another thread of the parent may have had the lock
+def _dtype() -> Any:
+    torch = _torch()
+    return None if torch is None else torch.get_default_dtype()
+
+
+def _set_dtype(dtype: Any) -> None:
+    sys.modules["torch"].set_default_dtype.__wrapped__(dtype)
 
 
 class _AtWork:
-    """How many threads are in functions of the user's, and what was set in the process before the first."""
+    """Which functions of the user's are at work, and what was set in the process before the first."""
 
-    lock, calls = threading.Lock(), 0
-    place: str | None = None
-    dtype: Any = None
+    def __init__(self) -> None:
+        self.forked()
+        self.place, self.dtype = _Setting(_place, _go_back), _Setting(_dtype, _set_dtype)
+        self.settings = (self.place, self.dtype)
+
+    def forked(self) -> None:
+        """In a new process: no other thread's function is here, and nobody has the lock."""
+        # A signal's handler may move the program, too.
+        self.lock: Any = threading.RLock()
+        self.owners: set[object] = set()
 
 
-_at_work, _inside = _AtWork(), threading.local()
+def _now_here() -> None:
+    """A child that a function has forked ends as it wants to; one that the program has forked is guarded as before."""
+    global _here
+    _here = -1 if getattr(_inside, "calls", 0) else os.getpid()
+    _at_work.forked()
+
+
+_ANYONE, _WATCHED = object(), "_rl_bridge_watches"
+_inside, _at_work = threading.local(), _AtWork()
+_owner: ContextVar[object] = ContextVar("owner", default=None)
+"""The outermost function of the user's in this thread, or in the thread that a coroutine is awaited in."""
 _here, _exit = os.getpid(), os._exit
 os._exit = _leave  # type: ignore[assignment]
 _chdir, _fchdir = os.chdir, os.fchdir
@@ -217,122 +318,3 @@ def _neighbours(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
         sys.path.append(str(folder))  # for what the file's functions import when they are called
-
-
-def mark_of(function: Any) -> str:
-    """The name of a function or class of the user's, and a hash of its file with the modules that the file imports.
-
-    A partial has its arguments, too, and an object of a dataclass a hash of its fields. What has no file, as a class of
-    a notebook, and what is this library's own is known by its name alone.
-    """
-    if isinstance(function, functools.partial):
-        return f"{mark_of(function.func)}{_plain(function.args)}{_plain(function.keywords)}"
-    if is_dataclass(function) and not isinstance(function, type):
-        fields_of = {field.name: getattr(function, field.name) for field in fields(function) if field.compare}
-        return f"{mark_of(type(function))}({hashlib.sha256(repr(_plain(fields_of)).encode()).hexdigest()[:16]})"
-    # An object that is called has the source of its class, a decorated function its own.
-    is_named = inspect.isroutine(function) or inspect.isclass(function)
-    definition: Any = inspect.unwrap(function) if is_named else type(function)
-    module = getattr(definition, "__module__", None) or ""
-    name = getattr(definition, "__qualname__", type(definition).__qualname__)
-    if module.split(".")[0] in ("", "builtins", *_OWN):
-        return f"{module}.{name}"
-    try:
-        file = inspect.getsourcefile(definition)
-    except (OSError, TypeError):
-        file = None
-    content = content_of(Path(file))[:16] if file is not None and Path(file).is_file() else ""
-    return f"{name}:{content}"
-
-
-def _plain(value: Any) -> Any:
-    """A value whose text is the same in every process: no address, and no order of a set."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return sorted(map(repr, map(_plain, value)))
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return mark_of(value) if callable(value) else re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-
-
-def content_of(file: Path) -> str:
-    """A hash of the file and of all modules of the user's that it imports, wherever they lie."""
-    parts = [f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sources_of(file)]
-    return hashlib.sha256("\n".join([parts[0].rpartition(" ")[2], *sorted(parts[1:])]).encode()).hexdigest()
-
-
-def sources_of(file: Path, search: Sequence[str] | None = None) -> list[Path]:
-    """The file and all modules of the user's that it imports, wherever in it, and those that these import.
-
-    They are found by their names, beside the file first and then in the folders ``search``, by default where Python
-    looks; nothing is run. Modules of Python, of installed packages and of this library are not the user's. What is
-    imported by a computed name is not found.
-    """
-    sources: dict[Path, None] = {}
-    waiting = [file.resolve()]
-    folders = [str(file.resolve().parent), *(sys.path if search is None else search)]
-    while waiting:
-        path = waiting.pop(0)
-        if path in sources:
-            continue
-        sources[path] = None
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, OSError):  # loading the file says what is wrong with it
-            continue
-        for name in _imported(tree, path, folders):
-            waiting += _files_of(name, folders)
-    return list(sources)
-
-
-def _imported(tree: ast.Module, path: Path, folders: list[str]) -> Iterator[str]:
-    """Absolute names of what may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = _package_of(path, folders)
-                above = package[: len(package) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            if base:
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _package_of(path: Path, folders: list[str]) -> list[str]:
-    """Names of the packages that a module lies in."""
-    names: list[str] = []
-    folder = path.parent
-    while (folder / "__init__.py").is_file() and str(folder) not in folders:
-        names.insert(0, folder.name)
-        folder = folder.parent
-    return names
-
-
-def _files_of(name: str, folders: list[str]) -> list[Path]:
-    """The user's files that an import of ``name`` runs: its packages' and its own."""
-    if name.partition(".")[0] in _OWN:
-        return []
-    files: list[Path] = []
-    places, full = folders, ""
-    for part in name.split("."):
-        full = f"{full}.{part}" if full else part
-        spec = importlib.machinery.PathFinder.find_spec(full, places)
-        if spec is None:
-            break
-        if spec.origin is not None and spec.has_location:
-            origin = Path(spec.origin).resolve()
-            if not _INSTALLED.isdisjoint(origin.parts) or origin.is_relative_to(sysconfig.get_paths()["stdlib"]):
-                break
-            files.append(origin)
-        locations: Any = spec.submodule_search_locations or []
-        # A namespace package looks its parents up among the modules that are loaded.
-        places = list(getattr(locations, "_path", locations))
-        if not places:
-            break
-    return files

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import content_of, load_file, mark_of, the_users_code
+from rl_bridge.common.user_files import load_file, the_users_code
+from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.messages import without_keys_of_others
 
 Reader = Callable[..., Iterable[Mapping[str, Any]]]
@@ -126,7 +127,8 @@ def reader_fingerprint(source: RowSource | None, what: str = "data reader") -> d
     """
     if isinstance(source, str):
         match = _FILE.fullmatch(source)
-        return {} if match is None else {what: f"{match[2]}:{content_of(Path(match[1]))[:16]}"}
+        is_file = match is not None and Path(match[1]).is_file()  # else reading says what is wrong
+        return {what: f"{match[2]}:{content_of(Path(match[1]))[:16]}"} if match is not None and is_file else {}
     if source is None or not callable(source):
         return {}
     return {what: mark_of(source)}

@@ -15,7 +15,8 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import content_of, load_file, sources_of
+from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_marks import content_of, sources_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
 from rl_bridge.models.encoding import messages_of

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rl_bridge.common import event_loop
+from rl_bridge.common.user_files import this_process_is_the_users
 from rl_bridge.environments.environment import Session
 from rl_bridge.environments.factories import FileFactory
 from rl_bridge.environments.trial import Trial
@@ -45,6 +46,7 @@ def _converse(connection: Connection, factory: Any) -> None:
     """Answer calls of one environment; at the end, kill this process and all that the environment has started."""
     # The session stays that of the guard, which ends an environment that loops when the driver is gone.
     os.setpgrp()
+    this_process_is_the_users()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own generator reseeds itself after a fork.

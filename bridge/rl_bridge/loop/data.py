@@ -312,12 +312,12 @@ class Rows:
         seed: int = 0,
         collate: Callable[[Sequence[Any]], TokenBatch | PairBatch] | None = None,
         fingerprint: str | None = None,
-        reader: RowSource | None = None,
+        reader: Mapping[str, str] | None = None,
         census: SourceCensus | None = None,
     ) -> None:
         """``collate``: makes a batch of rows. ``fingerprint``: of what the rows were made of, if not of the rows.
 
-        ``reader``: the source that ``load_rows`` read them of, and ``census`` how many there were.
+        ``reader``: the mark of the source that ``load_rows`` read them of, and ``census`` how many there were.
 
         Raises:
             ValueError: rows that no model reads, with the number of the row.
@@ -327,7 +327,7 @@ class Rows:
         self.rows: Sequence[Any] = rows
         self._seed, self._collate = seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
-        self._reader = reader_fingerprint(reader)
+        self._reader = dict(reader or {})
         self.count = len(rows)
         self.census = SourceCensus(read=self.count, trained=self.count) if census is None else census
 
@@ -449,13 +449,14 @@ def load_rows(
             expected; or a loss without a model.
     """
     census = SourceCensus()
+    reader = reader_fingerprint(data)  # before a call, which may change it
     if loss is None:
         rows = read_rows(data, check=policy_row, census=census)
         census.trained = len(rows)
         if model is not None:
             check_rows(model.source, model.tokenizer, rows, prompted(model.tokenizer), new_tokens=new_tokens)
             remark_on_prompts(model.tokenizer, rows, model.keys_met("prompts"))
-        return Rows(rows, seed=seed, reader=data, census=census)
+        return Rows(rows, seed=seed, reader=reader, census=census)
     if model is None:
         raise ValueError(f"rows for {loss} are encoded for a model: load_rows(data, model, loss)")
     source, tokenizer = model.source, model.tokenizer
@@ -466,7 +467,7 @@ def load_rows(
         remark_on_conversations(tokenizer, rows, memory, apply_chat_template=apply_chat_template)
         trajectories, left_out = encoded(source, tokenizer, rows, **reading)
         _count(census, len(trajectories), left_out, max_length)
-        return rows_for_loss(model, trajectories, seed=seed, reader=data, census=census, fingerprint=of_rows(rows))
+        return rows_for_loss(model, trajectories, seed=seed, reader=reader, census=census, fingerprint=of_rows(rows))
     compared = read_comparisons(data, census)
     remark_on_unread(tokenizer, compared, apply_chat_template)
     examples = encoded_comparisons(source, tokenizer, compared, loss, **reading)
@@ -475,7 +476,7 @@ def load_rows(
         templated = apply_chat_template and any(map(has_roles, compared))
         pad_of_rewards(source, tokenizer, examples, templated=templated)
     fingerprint = of_rows([{**vars(row), "where": ""} for row in compared])
-    return rows_for_loss(model, examples, seed=seed, reader=data, census=census, fingerprint=fingerprint)
+    return rows_for_loss(model, examples, seed=seed, reader=reader, census=census, fingerprint=fingerprint)
 
 
 def rows_for_loss(model: Model, encoded_rows: Sequence[Trajectory] | Sequence[Example], **options: Any) -> Rows:

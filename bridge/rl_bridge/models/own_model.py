@@ -23,7 +23,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import CausalLMOutput
 
 from rl_bridge.common.random_numbers import drawing_from, generators
-from rl_bridge.common.user_files import content_of, load_file, mark_of
+from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.models.model_folder import OWN, require_floats
 from rl_bridge.models.model_source import device_of, fill
 from rl_bridge.models.stored_tensors import ONE_FILE, SafetensorsFolder, TensorsInHand, require_fit

@@ -18,7 +18,7 @@ from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import Complete, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.terminal import given
-from rl_bridge.common.user_files import content_of
+from rl_bridge.common.user_marks import content_of
 from rl_bridge.data.messages import Chat, arguments_of
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Budget, SamplingParams, Trajectory

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_bridge.common.terminal import tell
-from rl_bridge.common.user_files import content_of, mark_of
+from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.rows import is_comparable, text_of
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.rewards.function import Asked, Protocol, Reward, RewardError, load_reward
@@ -164,9 +164,9 @@ def load(
             name = _unlike(name, {other for other, _ in pairs})
         pairs.append((name, rest))
     rewards = [loaded.reward(name, rest) for name, rest in pairs]
-    # Of the files as they are now: the program may go elsewhere, and edits are for another run.
-    of_files = [isinstance(rest, str) and not rest.startswith("model:") for _, rest in pairs]
-    marks = [_fingerprint(rest) if of_file else None for (_, rest), of_file in zip(pairs, of_files, strict=True)]
+    # Of files and objects as they are now: the program may go elsewhere, edits are for another run, and an object's
+    # calls may change it. A model's folder, which nothing changes, takes long to read.
+    marks = [None if _is_model(rest) else _fingerprint(rest) for _, rest in pairs]
 
     def fingerprint() -> str:
         own = [(name, mark or _fingerprint(rest)) for (name, rest), mark in zip(pairs, marks, strict=True)]
@@ -278,10 +278,16 @@ def _own_name(source: Source) -> str:
     return Path(rest).stem if kind == "judge" else source.rpartition(":")[2]
 
 
+def _is_model(source: Source) -> bool:
+    return isinstance(source, RewardModel) or (isinstance(source, str) and source.startswith("model:"))
+
+
 def _fingerprint(source: Source) -> str:
     """A fingerprint of the source's content: another one where a value may be another. Its place does not count."""
     if isinstance(source, RewardModel):
         source = f"model:{source.name}"
+    if isinstance(source, RemoteRewardModel):
+        source = source.server.url
     if not isinstance(source, str):
         return mark_of(source)
     kind, _, rest = source.partition(":")

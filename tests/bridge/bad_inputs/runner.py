@@ -113,10 +113,8 @@ def _child(case: Case, folder: Path, log: Path) -> int:
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    from rl_bridge.common import user_files
     from rl_tools.cli import main
 
-    user_files._here = os.getpid()  # as in a process that was begun, not forked
     return main(case.words)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig
-from rl_bridge.common.user_files import content_of, sources_of
+from rl_bridge.common.user_marks import content_of, sources_of
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
 from rl_bridge.pipelines.objective_options import objective_options

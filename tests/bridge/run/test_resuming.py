@@ -11,14 +11,19 @@ from types import ModuleType
 
 import pytest
 
-from rl_bridge.common.user_files import mark_of
+from rl_bridge.common.user_marks import mark_of
 from rl_bridge.data.tasks import arithmetic_rows
+from rl_bridge.loop.data import load_rows
+from rl_bridge.loop.groups import _fingerprint as fingerprint_of_loops
+from rl_bridge.loop.groups import loaded_rewards
 from rl_bridge.rewards import exact_match, load, load_reward
+from rl_bridge.rewards.scoring_models import RemoteRewardModel, Server
 from rl_bridge.run.folder import options_of
 from rl_bridge.run.options import RunOptions
-from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.provenance import of_rows, write_provenance
 from rl_bridge.run.run import Run
 from tests.support.counting_run import DATA, Optimizer, Options, go
+from tests.support.reward_batches import trajectories
 
 
 def lines(folder):
@@ -213,7 +218,7 @@ def test_a_partial_is_its_function_and_what_it_adds():
     assert len(set(marks)) == 5 and mark_of(partial(math.pow, 2.0, by=1)) == marks[0]
     assert mark_of(partial(math.pow, object())) == mark_of(partial(math.pow, object()))  # no address
     script = (
-        "from functools import partial; from math import pow; from rl_bridge.common.user_files import mark_of; "
+        "from functools import partial; from math import pow; from rl_bridge.common.user_marks import mark_of; "
         "print(mark_of(partial(pow, tags={'alpha', 'beta', 'gamma'}, of=[pow])))"
     )
     said = {
@@ -251,3 +256,95 @@ def test_the_fingerprint_of_a_file_is_that_of_what_was_loaded(tmp_path, monkeypa
     (tmp_path / "mine.py").unlink()
     monkeypatch.chdir("/")
     assert second.fingerprint == first.fingerprint == before
+
+
+@dataclasses.dataclass
+class Counting:
+    """A reward, and a reader of rows, that its own calls change."""
+
+    scale: float = 1.0
+    cache: dict = dataclasses.field(default_factory=dict)
+    client: object = dataclasses.field(init=False)
+
+    def __call__(self, completion, row):
+        self.client = object()
+        self.cache[completion] = self.cache.get(completion, 0.0) + self.scale
+        return self.cache[completion]
+
+    def read(self):
+        self.cache["read"] = self.client = 1.0
+        yield {"prompt": "1+1=", "answer": "2"}
+
+    def batch(self, trajectories):
+        return [self(t.completion, t.row) for t in trajectories]
+
+
+def closing(scale):
+    calls = []
+
+    def counting(completion, row):
+        calls.append(completion)
+        return scale * len(calls)
+
+    return counting
+
+
+REWARDS = {
+    "an object": Counting,
+    "a method": lambda scale: Counting(scale).__call__,
+    "of a batch": lambda scale: Counting(scale).batch,
+    "a partial": lambda scale: partial(Counting.__call__, Counting(scale)),
+    "a closure": closing,
+}
+
+
+@pytest.mark.parametrize("how", ["alone", "in a list", "by loops"])
+@pytest.mark.parametrize("kind", REWARDS)
+def test_calls_do_not_change_the_mark_of_a_reward(kind, how):
+    protocol = "batch" if kind == "of a batch" else "completion"
+
+    def marks(scale):
+        """Before, between and after two calls; loops ask only after the first."""
+        reward = REWARDS[kind](scale)
+        loaded = load([reward] if how == "in a list" else reward, protocol=protocol)
+        marks = [loaded.fingerprint]
+        if how == "by loops":
+            loaded = loaded_rewards(reward)
+            marks = []
+        for _ in range(2):
+            loaded.score(trajectories("a", "b"))
+            marks.append(fingerprint_of_loops(loaded) if how == "by loops" else loaded.fingerprint)
+        return set(marks)
+
+    first, again, other = marks(1.0), marks(1.0), marks(2.0)
+    assert len(first) == 1 and first == again != other
+
+
+def test_reading_does_not_change_the_mark_of_a_reader():
+    reader, other = Counting(), Counting(2.0)
+    first, again, changed = (load_rows(one.read).fingerprints() for one in (reader, Counting(), other))
+    assert first == again and first["data"] == changed["data"]
+    assert first["data reader"].startswith("Counting.read:") and first["data reader"] != changed["data reader"]
+    assert load_rows(reader.read).fingerprints() != first  # as it is by now
+
+
+@pytest.mark.parametrize("path", ["", "/score", "/score?key=1", "/v1/judge"])
+def test_a_server_in_hand_has_the_mark_of_its_address(path):
+    marks = {
+        load(one).fingerprint
+        for host in ("http://a:1", "http://b.example:2")
+        for one in (f"{host}{path}", RemoteRewardModel(server=Server(url=f"{host}{path}", retries=2), batch=4))
+    }
+    assert len(marks) == 1 and load("http://a:1/other").fingerprint not in marks
+
+
+def test_no_value_of_a_partial_stands_in_the_record(tmp_path):
+    reader = partial(Counting.read, Counting())
+    rows = load_rows(partial(rows_of, "correct horse battery", table=list(range(3000))))
+    write_provenance(tmp_path, 1, rows.fingerprints() | load_rows(reader).fingerprints())
+    text = (tmp_path / "provenance.jsonl").read_text()
+    assert "horse" not in text and len(rows.fingerprints()["data reader"]) <= 200
+
+
+def rows_of(password, table):
+    yield {"prompt": "1+1=", "answer": str(table[2]), "length": len(password)}
