@@ -28,7 +28,7 @@ def drawing_from(start: Generators | int) -> Iterator[None]:
     before = generators()
     try:
         if isinstance(start, int):
-            torch.random.default_generator.manual_seed(start)
+            torch.default_generator.manual_seed(start)
             random.seed(start)
             np.random.seed(start % 2**32)
         else:
