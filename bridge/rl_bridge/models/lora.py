@@ -1,5 +1,6 @@
 """LoRA: a frozen base model from any source, and small adapters that are trained in its place."""
 
+import json
 import math
 import re
 import threading
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
+from rl_bridge.models.model_folder import ADAPTER
 from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.stored_tensors import SafetensorsFolder, require_finite
 from rl_bridge.parallel.fsdp import materialize, part_of
@@ -28,9 +30,8 @@ _ADAPTER = "default"
 _FACTOR = re.compile(rf"\.lora_(embedding_)?[AB]\.{_ADAPTER}(?=\.|$)")
 _FILE = "adapter_model.safetensors"
 _PATCHING = threading.Lock()
-# What an adapter's effect depends on besides its tensors and its targets, which its tensors name.
-_DECIDES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "bias", "fan_in_fan_out")
-_DECIDES += ("modules_to_save", "rank_pattern", "alpha_pattern")
+_OPTIONS = ("r", "lora_alpha", "use_rslora")
+"""Fields that a source of LoRA sets."""
 
 
 @dataclass(frozen=True)
@@ -134,18 +135,10 @@ class LoRASource:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the folder, under peft's names, which do not have the adapter's own name."""
         folder = Path(self.adapter or "")
-        if not (folder / _FILE).is_file():
-            raise ValueError(f"{folder} has no {_FILE}")
-        configs: Any = model.peft_config
-        fields, stored_fields = (
-            {name: config.to_dict().get(name) for name in _DECIDES}
-            for config in (configs[_ADAPTER], _peft().PeftConfig.from_pretrained(str(folder)))
-        )
-        if other := {
-            name: stored_fields[name] for name in _DECIDES if (stored_fields[name] or None) != (fields[name] or None)
-        }:
-            expected = {name: fields[name] for name in other}
-            raise ValueError(f"the adapter in {folder} has {other}, and this source {expected}")
+        for file in (_FILE, ADAPTER):
+            if not (folder / file).is_file():
+                raise ValueError(f"{folder} has no {file}")
+        self._require_kind(model, folder)
         stored = SafetensorsFolder(_names_in(folder / _FILE))
         # peft writes embeddings that have an adapter themselves, too.
         base = {name: p for name, p in model.named_parameters() if name in stored.shapes and "base_layer" in name}
@@ -160,6 +153,27 @@ class LoRASource:
             values = stored.read(_stored_name(name), part_of(parameter)).to(parameter.dtype)
             require_finite(values, _stored_name(name), folder / _FILE)
             yield name, values
+
+    def _require_kind(self, model: Any, folder: Path) -> None:
+        """Refuse an adapter whose tensors would say something else in this source's model."""
+        from rl_bridge.weights.adapters import deciding
+
+        expected = deciding(model.peft_config[_ADAPTER].to_dict())
+        stored = deciding(json.loads((folder / ADAPTER).read_text("utf-8")))
+        wrong = [name for name in stored if stored[name] != expected.get(name)]
+        if not wrong:
+            return
+        text = (
+            f"the adapter in {folder} has {dict(zip(wrong, map(stored.get, wrong), strict=True))}, "
+            f"and this source {dict(zip(wrong, map(expected.get, wrong), strict=True))}"
+        )
+        if special := [name for name in wrong if name not in _OPTIONS]:
+            text += (
+                f": with {', '.join(special)} it is no plain LoRA of the base model; convert it to plain LoRA with "
+                "peft (save_pretrained with path_initial_model_for_weight_conversion), or merge it into its base "
+                "(merge_and_unload) and train that"
+            )
+        raise ValueError(text)
 
 
 def _stored_name(name: str) -> str:

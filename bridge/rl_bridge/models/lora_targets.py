@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from transformers import PreTrainedModel
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
@@ -44,7 +45,7 @@ def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
         ValueError: a name that nothing in the model ends with; a module that takes no adapter; a tied weight; a weight
             that the model's code reads past the layer, where an adapter acts only once it is merged.
     """
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if asked == ALL_LINEAR and isinstance(model, OwnModel):
         raise ValueError(
             f"{type(model).__name__} is a class of your own, whose output embeddings are not known: in place of "
@@ -97,7 +98,11 @@ def _all_linear(model: PreTrainedModel, modules: dict[str, nn.Module]) -> list[s
     layers = [
         name
         for name, module in modules.items()
-        if is_linear(module) and module is not head and name not in left_out and name not in tied
+        if is_linear(module)
+        and module is not head
+        and name not in left_out
+        and name not in tied
+        and not is_parametrized(module)
     ]
     layers = [name for name in layers if not _read_past(modules, name)]
     if not layers:
@@ -123,6 +128,11 @@ def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], ta
     tied, kind = _tied(model), type(model).__name__
     for name in targets.modules:
         module = modules[name]
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ValueError(
+                f"the LoRA target {name!r} of {kind} is an embedding with max_norm, which shortens merged vectors and "
+                "not those of an adapter: leave it out of target_modules"
+            )
         if not _adaptable(module):
             weights = [f"{name.rpartition('.')[2]}.{p}" for p, _ in module.named_parameters(recurse=False)]
             more = f"; of its weights, name {weights}" if weights else ""
@@ -135,6 +145,11 @@ def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], ta
                 "it is merged: leave it out of target_modules"
             )
     for name in [*targets.modules, *(name.rpartition(".")[0] for name in targets.parameters)]:
+        if is_parametrized(modules[name]) or isinstance(modules[name], ParametrizationList):
+            raise ValueError(
+                f"the LoRA target {name!r} of {kind} computes its weight from others (torch.nn.utils.parametrize), so "
+                "that no adapter can be merged into it: leave it out of target_modules"
+            )
         if name in tied:
             raise ValueError(
                 f"the LoRA target {name!r} has the weight of {tied[name]}, which a merged adapter would change too: "
@@ -145,7 +160,8 @@ def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], ta
 def _tied(model: nn.Module) -> dict[str, list[str]]:
     """Modules that share a weight with another module: name → the others' names."""
     owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
+    # A module with two names is adapted under one of them.
+    for name, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(name)

@@ -30,10 +30,12 @@ ONEDNN = torch.backends.mkldnn.is_available() and hasattr(OPS, "_linear_pointwis
 
 
 def use_cpu_layers(model: nn.Module) -> None:
-    """Switch the linear layers, norms and SwiGLUs that are known here. The model's names and weights stay."""
+    """Switch the linear layers, norms and SwiGLUs that are known here. The model's names and weights stay.
+
+    A module that was given a forward of its own keeps it.
+    """
     for module in model.modules():
         for kinds, forward in (((nn.Linear,), _linear), (NORMS, _norm), (MLPS, _mlp)):
-            # A forward of the module's own is somebody's: of the user's class, or of an adapter.
             if type(module) in kinds and "forward" not in vars(module):
                 module.forward = types.MethodType(forward, module)
 

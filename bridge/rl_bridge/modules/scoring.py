@@ -16,6 +16,7 @@ from rl_bridge.models.model_source import ModelSource, device_of
 from rl_bridge.models.pretrained import save_sharded_model
 from rl_bridge.models.row_checks import positions_of, rotary_bound
 from rl_bridge.modules.cpu_layers import use_cpu_layers
+from rl_bridge.parallel.adapter_effects import require_effect
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.config import ParallelConfig
@@ -111,6 +112,7 @@ class Scorer(ParallelModule):
         self._source.load(self.model, self.device)
         exact = self._parallel.param_dtype in (torch.float32, torch.float64)
         self.arrangements = probe(self.model, self._mesh, exact=exact)
+        require_effect(self.model, self._mesh, exact=exact)
 
     def micro_batches(self, batch: TokenBatch) -> list[MicroBatch]:
         """The batch in parts that one forward pass takes, where the model computes; as many on all workers.

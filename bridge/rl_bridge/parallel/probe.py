@@ -189,12 +189,12 @@ def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool
     Raises:
         ValueError: padded rows are wrong with every attention and head; or packed ones with sequence ranks.
     """
-    if any(isinstance(p, FakeTensor) or p.is_meta for p in model.parameters()) or _is_alone(mesh):
+    if any(isinstance(p, FakeTensor) or p.is_meta for p in model.parameters()) or is_alone(mesh):
         return _by_config(model)
     key = _key(model, mesh, exact)
     arrangements = _cached.get(key)
     # The comparison is collective: a worker that has the answer computes beside one that is new in the mesh.
-    if _any_worker(arrangements is None, mesh):
+    if any_worker(arrangements is None, mesh):
         comparison = _Comparison(model, mesh, exact)
         arrangements = _compared(comparison)
         if comparison.shows:
@@ -290,7 +290,7 @@ class _Comparison:
         """Whether the model's own numbers would show a difference; a head of zeros without gradients would not."""
         spread = max(float(v.std()) for v in self.wanted.values)
         learned = any(bool(g.count_nonzero()) for g in self.wanted.gradients.values())
-        return _any_worker(spread > BLIND or learned, self.mesh)
+        return any_worker(spread > BLIND or learned, self.mesh)
 
     @property
     def shows_leaks(self) -> bool:
@@ -305,7 +305,7 @@ class _Comparison:
             # A model that cannot be called so says it in words of its own.
             wrong = f"{type(error).__name__}: {error}"
             forget_pass(self.model)
-        if not _any_worker(wrong is not None, self.mesh):
+        if not any_worker(wrong is not None, self.mesh):
             return None
         return wrong or "another worker has other numbers"
 
@@ -409,13 +409,13 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def _is_alone(mesh: DeviceMesh | None) -> bool:
+def is_alone(mesh: DeviceMesh | None) -> bool:
     """Whether the other workers are made up, as in a plan of memory: what they would send is not there."""
     groups = [] if mesh is None else [mesh.get_group(axis) for axis in AXES]
     return any(group.size() > 1 and dist.get_backend(group) == "fake" for group in groups)
 
 
-def _any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
+def any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
     vote = int(here)
     for axis in AXES:
         if mesh is not None and mesh.get_group(axis).size() > 1:

@@ -1,10 +1,10 @@
 """Weights of peft models: merged while they are sent, never in place, or the adapter's own tensors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.weights.manifest import full, inside, local, module_tensors, part_of, plain_name, reshard, whole
 
-# The fields of a configuration that an adapter's effect depends on, besides its tensors.
-_CONFIGURATION = (
+_OF_ALL = (
     "peft_type",
     "r",
     "lora_alpha",
@@ -28,6 +27,28 @@ _CONFIGURATION = (
     "rank_pattern",
     "alpha_pattern",
 )
+"""Fields that each adapter's configuration travels with; others go with those that set them."""
+_NAMED_BY_TENSORS = (
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+)
+_WITHOUT_EFFECT = (
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",  # of training alone
+    "runtime_config",  # where factors lie
+    "megatron_core",  # a name that megatron_config puts to use
+    "qalora_group_size",  # a size that use_qalora puts to use
+)
+_PLAIN_STARTS = (True, False, None, "gaussian")
+"""Starts of A and B alone. Others, such as "pissa", take their part out of the base model's weights as well."""
 
 
 class PeftSource:
@@ -156,8 +177,25 @@ def adapter_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
 def adapter_config(model: PeftModel) -> dict[str, Any]:
     """The part of the active adapter's configuration that its effect depends on, as plain values."""
     config = model.peft_config[_adapter(model)].to_dict()
-    chosen = {name: config.get(name) for name in _CONFIGURATION}
+    special, plain = deciding(config), deciding({})
+    chosen = {name: config.get(name) for name in _OF_ALL}
+    chosen |= {name: value for name, value in special.items() if name not in chosen and value != plain.get(name)}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in chosen.items()}
+
+
+def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What an adapter's effect depends on besides its tensors and the weights that these name; empty values as None.
+
+    Every field counts that is not known to change no number: a field of a later peft, too.
+
+    Args:
+        config: of peft, as it is stored. A field that it lacks has peft's own value.
+    """
+    fields = {**LoraConfig().to_dict(), "peft_type": None, **config}
+    if fields["init_lora_weights"] in _PLAIN_STARTS:
+        fields["init_lora_weights"] = None
+    without = {*_NAMED_BY_TENSORS, *_WITHOUT_EFFECT}
+    return {name: value or None for name, value in fields.items() if name not in without}
 
 
 def _adapter(model: PeftModel) -> str:

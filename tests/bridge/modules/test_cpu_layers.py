@@ -128,3 +128,10 @@ def test_a_layer_with_hooks_is_called():
     mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
     mlp(torch.randn(1, 3, 128))
     assert seen == [(1, 3, 160)]
+
+
+def test_a_forward_of_its_own_stays():
+    module = torch.nn.Linear(2, 2)
+    module.forward = lambda x: x + 1
+    use_cpu_layers(module)
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
