@@ -124,6 +124,13 @@ class OwnModel(GivesLogits):
         logits = self.own(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
         return CausalLMOutput(logits=_require_logits(logits, input_ids, type(self).__name__))  # type: ignore[arg-type]
 
+    def remade(self) -> "OwnModel":
+        """A new model of the class, whose weights are the class's own."""
+        source = OwnSource(_factories[self.config.factory], self.config.vocab_size)
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return source.empty()
+
     def train(self, mode: bool = True) -> "OwnModel":
         """Set the mode of the module too, which is not among the sub-modules."""
         self.own.training = mode
@@ -209,8 +216,16 @@ def _module(factory: Factory) -> nn.Module:
             f"{name} is made without arguments, and needs {', '.join(required)}: give functools.partial({name}, "
             f"{', '.join(f'{argument}=…' for argument in required)}), or a function that makes the model"
         )
-    with drawing_from(generators()):  # a program that draws goes on as if no model had been made
-        module = factory()
+    try:
+        with drawing_from(generators()):  # a program that draws goes on as if no model had been made
+            module = factory()
+    except (RuntimeError, NotImplementedError) as error:
+        if torch.get_default_device().type != "meta":
+            raise
+        raise ValueError(
+            f"{name} cannot be made on the meta device, where an engine makes models before they have values: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name}() makes a torch.nn.Module, got {type(module).__name__}")
     parameters = _signature(module.forward)

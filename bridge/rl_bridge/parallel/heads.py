@@ -27,6 +27,10 @@ HeadKind = Literal["linear", "logits"]
 class GivesLogits(PreTrainedModel):
     """A causal language model that is known by its logits alone: neither its head nor its hidden states are."""
 
+    def remade(self) -> "GivesLogits":
+        """A new model of the class in float32, on the CPU; the program's random state stays as it is."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how another one is made")
+
 
 class HeadOptions(NamedTuple):
     """The steps of a model from hidden @ weight.T + bias to its logits."""

@@ -8,6 +8,7 @@ trained: what differs is not used, and a model that is right in no arrangement i
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -29,8 +30,10 @@ from transformers import PreTrainedModel
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.documents import SEQUENCE, Documents
+from rl_bridge.parallel.drawn import SCALES, draw, fingerprint, nudge
 from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.heads import GivesLogits, HeadKind, is_language_model, token_logprobs, token_values
+from rl_bridge.parallel.layer_kinds import has_states, unpackable
 from rl_bridge.parallel.mesh import AXES, agree_max
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
@@ -40,12 +43,16 @@ LENGTHS, GROUPS, COMMON = (9, 14, 6), (0, 0, 1), 5
 
 All of these tokens but the last, which predicts another token in each of the two rows, are a shared prefix.
 """
+LONG, LONG_COMMON = (24, 61, 9), 20
+"""The same of the rows that a class of the user's own reads besides: a window or a scale may begin late."""
 
 
 class Rows(NamedTuple):
     ids: Tensor
     lengths: Tensor
     weights: Tensor
+    common: int
+    """Tokens that the first two rows begin with."""
 
 
 def plain_values(model: PreTrainedModel, row: Tensor) -> Tensor:
@@ -68,8 +75,8 @@ def plain_values(model: PreTrainedModel, row: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), -1).gather(-1, row[1:, None])[:, 0]
 
 
-def rows_for(model: PreTrainedModel) -> Rows:
-    """Rows of random ordinary tokens, the same in every process, and a weight for each token."""
+def rows_for(model: PreTrainedModel, of: Sequence[int] = LENGTHS, common: int = COMMON) -> Rows:
+    """Rows of random ordinary tokens, ``of`` so many each, the same in every process, and a weight for each token."""
     inner = cast(PreTrainedModel, without_peft(model))
     generator = torch.Generator().manual_seed(0)
     special = set(_token_ids(inner.config.to_dict()))
@@ -77,16 +84,16 @@ def rows_for(model: PreTrainedModel) -> Rows:
     size = min(size, getattr(inner.config.get_text_config(), "vocab_size", size))
     # Of a large vocabulary the first ids are bytes and marks.
     ordinary = torch.tensor([i for i in range(min(size, 4096)) if i not in special] or list(range(size)))
-    ids = ordinary[torch.randint(len(ordinary), (len(LENGTHS), max(LENGTHS)), generator=generator)]
-    ids[1, :COMMON] = ids[0, :COMMON]
+    ids = ordinary[torch.randint(len(ordinary), (len(of), max(of)), generator=generator)]
+    ids[1, :common] = ids[0, :common]
     padding = inner.config.get_text_config().pad_token_id
     if isinstance(padding, int) and 0 <= padding < size:
-        ids[1, COMMON + 1] = padding  # within a row it is a token: some models count a row's tokens by it
+        ids[1, common + 1] = padding  # within a row it is a token: some models count a row's tokens by it
     weights = torch.randn(ids.shape, generator=generator)
-    lengths = torch.tensor(LENGTHS)
-    ids = ids.masked_fill(torch.arange(max(LENGTHS)) >= lengths[:, None], int(ordinary[0]))
+    lengths = torch.tensor(of)
+    ids = ids.masked_fill(torch.arange(max(of)) >= lengths[:, None], int(ordinary[0]))
     device = _compute_device(model)
-    return Rows(ids.to(device), lengths, weights.to(device))
+    return Rows(ids.to(device), lengths, weights.to(device), common)
 
 
 def _token_ids(config: Mapping[str, Any]) -> Iterator[int]:
@@ -166,7 +173,12 @@ class Measured(NamedTuple):
     gradients: dict[str, Tensor]
 
 
+Faults = dict[str, str]
+"""What is wrong with an arrangement, by its name."""
+
 _cached: dict[tuple[Any, ...], Arrangements] = {}
+_classes: dict[tuple[Any, ...], Faults | None] = {}
+"""Of classes of the user's own, whatever their weights."""
 
 
 def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool = True) -> Arrangements:
@@ -191,11 +203,19 @@ def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool
     """
     if any(isinstance(p, FakeTensor) or p.is_meta for p in model.parameters()) or is_alone(mesh):
         return _by_config(model)
-    key = _key(model, mesh, exact)
+    inner, key, of_class = without_peft(model), _key(model, mesh, exact), Faults()
+    if isinstance(inner, GivesLogits):
+        faults = _faults_of_class(inner)
+        of_class = faults or {}
+        if faults is None:
+            key += (fingerprint(model),)  # the answer is one of these weights
+            rough = "with drawn weights the class has no numbers to compare, and in low precision its own are too rough"
+            of_class = {} if exact else {"packed": rough, "shared": rough}
     arrangements = _cached.get(key)
     # The comparison is collective: a worker that has the answer computes beside one that is new in the mesh.
     if any_worker(arrangements is None, mesh):
         comparison = _Comparison(model, mesh, exact)
+        comparison.of_class = of_class
         arrangements = _compared(comparison)
         if comparison.shows:
             _cached[key] = arrangements
@@ -204,9 +224,52 @@ def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool
     return arrangements
 
 
+def _faults_of_class(model: GivesLogits) -> Faults | None:
+    """Each arrangement's fault in a new model of the class with drawn weights; None: it has no numbers with any."""
+    key = type(model), model.config.to_json_string(use_diff=False)
+    if key not in _classes:
+        _classes[key] = None
+        # On the CPU float32 is exact, and a fault of the user's code ends no device; some code needs the device.
+        devices = dict.fromkeys((torch.device("cpu"), _compute_device(model)))
+        for device, scale in itertools.product(devices, SCALES):
+            faults = _faults_with(model, scale, device, (LENGTHS, COMMON))
+            if faults is not None:
+                # Rows that the class cannot read it need not read: it may have few positions without a word.
+                longer = _faults_with(model, scale, device, (LONG, LONG_COMMON)) if device.type == "cpu" else None
+                _classes[key] = (longer or {}) | faults
+                break
+    return _classes[key]
+
+
+def _faults_with(
+    model: GivesLogits, scale: float, device: torch.device, rows_of: tuple[Sequence[int], int]
+) -> Faults | None:
+    """The same of weights of one scale; None: numbers that are not finite, all alike, or a matter of rounding."""
+    lengths, common = rows_of
+    positions = getattr(model.config, "max_position_embeddings", None) or max(lengths)
+    copied = model.remade().requires_grad_(False)
+    draw(copied, scale)
+    copied.to(device)  # type: ignore[arg-type]
+    lengths = [min(length, positions) for length in lengths]
+    rows = rows_for(copied, lengths, max(1, min(common, min(lengths[:2]) - 2)))
+    try:
+        before = torch.cat(_Comparison(copied, None, True, rows=rows).wanted.values)
+        nudge(copied)
+        comparison = _Comparison(copied, None, True, rows=rows)
+    except Exception:  # Whatever the user's code raises: of its own weights it is told.
+        return None
+    after = torch.cat(comparison.wanted.values)
+    rounding, spread = float((after - before).abs().max()), float(after.std())
+    if not (spread > 1e-2 and 3 * rounding < EXACT * min(spread, 1.0)):  # NaN is neither
+        return None
+    found = {arranged: comparison.difference(arranged, NAME, "logits") for arranged in ("padded", "packed", "shared")}
+    return {arranged: f"with drawn weights {wrong}" for arranged, wrong in found.items() if wrong is not None}
+
+
 def _by_config(model: PreTrainedModel) -> Arrangements:
     head: HeadKind = "logits" if isinstance(without_peft(model), GivesLogits) else "linear"
-    return Arrangements(head=head, packed=not has_states(model), shared=not has_states(model))
+    together = not has_states(model) and unpackable(model) is None
+    return Arrangements(head=head, packed=together, shared=together)
 
 
 def _compared(comparison: "_Comparison") -> Arrangements:
@@ -219,6 +282,9 @@ def _compared(comparison: "_Comparison") -> Arrangements:
     if ranks == 1 and not logits_alone:  # whose attention is its own by either name
         ways.extend(("eager", head) for head in heads)
     attempts = []
+    unlike = unpackable(comparison.model)
+    if unlike is not None and ranks > 1:
+        raise ValueError(f"{name} over {ranks} sequence ranks, where rows are packed: {unlike}; take sequence=1")
     for attention, head in ways:
         wrong = comparison.difference(arranged, attention, head)
         if wrong is None:
@@ -243,7 +309,7 @@ def _compared(comparison: "_Comparison") -> Arrangements:
         )
     for saving in ("packed", "shared"):
         if not usable.get(saving):
-            wrong = comparison.difference(saving, attention, head)
+            wrong = unlike or comparison.difference(saving, attention, head)
             if wrong is None and keeps and not comparison.shows_leaks:
                 wrong = "its layers keep states, and the comparison is too rough to show a leak"
             usable[saving] = wrong is None
@@ -253,44 +319,33 @@ def _compared(comparison: "_Comparison") -> Arrangements:
     return Arrangements(attention, head, usable["packed"], usable["shared"], notes)
 
 
-def has_states(model: torch.nn.Module) -> bool:
-    """Whether layers keep states of the tokens before, as linear attention and short convolutions do, by the config.
-
-    >>> has_states(torch.nn.Linear(2, 2))
-    False
-    """
-    inner = without_peft(model)
-    if not isinstance(inner, PreTrainedModel):
-        return False
-    config = inner.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    attends = all("attention" in kind and "linear" not in kind for kind in kinds)
-    return bool(getattr(inner, "_is_stateful", False)) or not attends
-
-
 class _Comparison:
     """A model, its rows, and what its own forward makes of them."""
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, exact: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, mesh: DeviceMesh | None, exact: bool, *, rows: Rows | None = None
+    ) -> None:
         self.model, self.mesh, self.exact = model, mesh, exact
         self.is_language_model = is_language_model(model)
-        self.rows = rows_for(model)
+        self.rows = rows_for(model) if rows is None else rows
+        self.of_class: Faults = {}
         self.ranks = 1 if mesh is None else mesh.get_group(SEQUENCE).size()
         try:
             self.wanted = self._measure("eager", self._alone)
         except (TypeError, NotImplementedError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
             name = type(without_peft(model)).__name__
             raise ValueError(
-                f"{name} cannot read one row of {max(LENGTHS)} tokens without a cache, so that nothing can be compared "
-                f"with its own numbers: {type(error).__name__}: {error}"
+                f"{name} cannot read one row of {self.rows.ids.shape[1]} tokens without a cache, so that nothing can "
+                f"be compared with its own numbers: {type(error).__name__}: {error}"
             ) from error
 
     @cached_property
     def shows(self) -> bool:
         """Whether the model's own numbers would show a difference; a head of zeros without gradients would not."""
         spread = max(float(v.std()) for v in self.wanted.values)
-        learned = any(bool(g.count_nonzero()) for g in self.wanted.gradients.values())
-        return any_worker(spread > BLIND or learned, self.mesh)
+        # Behind a head of zeros nothing but the head has gradients.
+        learned = [bool(g.count_nonzero()) for g in self.wanted.gradients.values()]
+        return any_worker(spread > BLIND or 2 * sum(learned) > len(learned), self.mesh)
 
     @property
     def shows_leaks(self) -> bool:
@@ -305,6 +360,7 @@ class _Comparison:
             # A model that cannot be called so says it in words of its own.
             wrong = f"{type(error).__name__}: {error}"
             forget_pass(self.model)
+        wrong = wrong or self.of_class.get(arranged)
         if not any_worker(wrong is not None, self.mesh):
             return None
         return wrong or "another worker has other numbers"
@@ -334,14 +390,15 @@ class _Comparison:
         return [plain_values(self.model, row[:length]) for row, length in rows]
 
     def _arranged(self, arranged: str, head: HeadKind) -> list[Tensor]:
-        ids, lengths, _ = self.rows
+        ids, lengths = self.rows.ids, self.rows.lengths
         targets = None
         if self.is_language_model:
             ids, targets, lengths = ids[:, :-1], ids[:, 1:], lengths - 1
         if arranged == "padded":
             values = self._values(ids, targets, head, use_cache=False)
         else:
-            shared, groups = torch.tensor([COMMON - 1, COMMON - 1, 0]), torch.tensor(GROUPS)
+            common = self.rows.common - 1
+            shared, groups = torch.tensor([common, common, 0]), torch.tensor(GROUPS)
             sharing: dict[str, Any] = {"groups": groups, "shared": shared} if arranged == "shared" else {}
             documents = Documents(lengths, self.mesh, **sharing)
             packed = documents.take(ids), None if targets is None else documents.take(targets)

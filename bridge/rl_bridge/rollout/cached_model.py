@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from rl_bridge.parallel.attention import AttentionPlan
 from rl_bridge.parallel.attention.plan import segments_of
 from rl_bridge.parallel.attention.register import NAME
+from rl_bridge.parallel.layer_kinds import counts_columns
 from rl_bridge.rollout.packed_step import PackedStep, packs
 from rl_bridge.rollout.row_cache import RowCache
 
@@ -122,8 +123,9 @@ class CachedModel:
         arrangement = arrangement or Arrangement()
         self._give_positions = arrangement.give_positions and "position_ids" in takes
         apart = not self._windows or (self._give_positions and (self._implementation == NAME or _is_plain(model)))
-        self._together = arrangement.step_together and apart
-        self._read_packed = arrangement.read_packed and self._can_read_packed()
+        of_columns = counts_columns(model)  # of the longest row beside it, if rows of unlike length share a call
+        self._together = arrangement.step_together and apart and not of_columns
+        self._read_packed = arrangement.read_packed and self._can_read_packed() and not of_columns
         self._packed: PackedStep | Literal[False] | None = None
 
     @property

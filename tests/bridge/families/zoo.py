@@ -38,8 +38,10 @@ def reason(model_type: str) -> str | None:
     return REASONS.get(model_type)
 
 
-def tiny(model_type: str, seed: int = 0) -> PreTrainedModel:
+def tiny(model_type: str, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """The model in float32, in evaluation mode, with eager attention: the same in every process.
+
+    ``fields`` of the configuration take the place of the small ones.
 
     Raises:
         ValueError: for a type of which ``reason`` says why there is none.
@@ -49,7 +51,10 @@ def tiny(model_type: str, seed: int = 0) -> PreTrainedModel:
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        model = AutoModelForCausalLM.from_config(config(model_type), **options)
+        changed = config(model_type)
+        for name, value in fields.items():
+            setattr(changed, name, value)
+        model = AutoModelForCausalLM.from_config(changed, **options)
         draw(model, torch.Generator().manual_seed(seed))
     return model.eval()
 

@@ -135,6 +135,12 @@ class Loose(Bigram):
         self.bias = torch.ones(TOKENS)
 
 
+class Orthogonal(Bigram):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+
 class Empty(nn.Module):
     def forward(self, input_ids, position_ids, attention_mask=None):
         return input_ids.float()
@@ -158,6 +164,7 @@ class Empty(nn.Module):
         (Raises, ValueError, "Raises cannot read a row of two tokens .*: KeyError: 'cache'"),
         (Loose, ValueError, r"Loose has a tensor 'bias' that is no buffer.*register_buffer\('bias'"),
         (Empty, ValueError, "Empty has no parameter"),
+        (Orthogonal, ValueError, "Orthogonal cannot be made on the meta device"),
     ],
 )
 def test_what_a_class_lacks_is_named(factory, error, words):
