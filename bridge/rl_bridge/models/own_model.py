@@ -127,8 +127,7 @@ class OwnModel(GivesLogits):
     def remade(self) -> "OwnModel":
         """A new model of the class, whose weights are the class's own."""
         source = OwnSource(_factories[self.config.factory], self.config.vocab_size)
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with torch.device("cpu"), drawing_from(0):
             return source.empty()
 
     def train(self, mode: bool = True) -> "OwnModel":
@@ -240,10 +239,8 @@ def _module(factory: Factory) -> nn.Module:
         raise ValueError(f"{name} has no parameter, so that there is nothing to train")
     for path, parameter in module.named_parameters():
         if parameter.is_complex():
-            raise ValueError(
-                f"{name} has a parameter {path!r} of complex numbers, which would lose their imaginary part: give it "
-                "real and imaginary parts as two parameters, or as one by torch.view_as_real"
-            )
+            way_on = "give it real and imaginary parts as two, or as one by torch.view_as_real"
+            raise ValueError(f"{name} has a parameter {path!r} of complex numbers, which would lose one part: {way_on}")
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
     return module.eval()
@@ -427,11 +424,7 @@ class OwnSource:
         return stored
 
     def _require_repeatable(self) -> None:
-        """Refuse a class that draws other weights each time: a policy and its reference would begin as two models.
-
-        Raises:
-            ValueError: with the first parameter that differs.
-        """
+        """Refuse a class that draws other weights each time: a policy and its reference would begin as two models."""
         if (self.factory, self.seed) in _repeatable:
             return
         sums = [{name: repr(float(x.sum())) for name, x in self._new().state_dict().items()} for _ in range(2)]

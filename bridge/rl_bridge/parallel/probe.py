@@ -262,8 +262,8 @@ def _faults_with(
     rounding, spread = float((after - before).abs().max()), float(after.std())
     if not (spread > 1e-2 and 3 * rounding < EXACT * min(spread, 1.0)):  # NaN is neither
         return None
-    found = {arranged: comparison.difference(arranged, NAME, "logits") for arranged in ("padded", "packed", "shared")}
-    return {arranged: f"with drawn weights {wrong}" for arranged, wrong in found.items() if wrong is not None}
+    each = {arranged: comparison.difference(arranged, NAME, "logits") for arranged in ("padded", "packed", "shared")}
+    return {arranged: f"with drawn weights {wrong}" for arranged, wrong in each.items() if wrong is not None}
 
 
 def _by_config(model: PreTrainedModel) -> Arrangements:
