@@ -98,13 +98,17 @@ class Reach:
         return None
 
     def of(self, file: Path) -> list[str]:
-        """Test files, nearest first; every folder or name of a file that is the same counts as a step less."""
+        """Test files, nearest first; every folder or name of a file that is the same counts as a step less.
+
+        Of equals the file's namesake comes first.
+        """
         words = {file.stem, *file.relative_to(self.root).parent.parts}
         found = []
         for test in self.tests:
             if (steps := self.distance(test, file)) is not None:
                 alike = len(words & {*test.relative_to(self.root).parent.parts, *test.stem.split("_")})
-                found.append((steps - alike, steps, test.relative_to(self.root).as_posix()))
+                other = test.stem != f"test_{file.stem}"
+                found.append((steps - alike, other, steps, test.relative_to(self.root).as_posix()))
         return [name for *_, name in sorted(found)]
 
 

@@ -419,8 +419,9 @@ class OwnSource:
             raise FileNotFoundError(f"no such file of weights: {path}")
         stored = SafetensorsFolder.of_folder(path) if path.is_dir() else SafetensorsFolder.of_file(path)
         with torch.device("meta"):
-            parameters = {name for name, _ in self.empty().named_parameters(remove_duplicate=False)}
-        require_floats({name: kind for name, kind in stored.dtypes.items() if name in parameters}, self.weights)
+            named = self.empty().named_parameters(remove_duplicate=False)
+            floats = {name for name, parameter in named if parameter.is_floating_point()}
+        require_floats({name: kind for name, kind in stored.dtypes.items() if name in floats}, self.weights)
         return stored
 
     def _require_repeatable(self) -> None:

@@ -82,7 +82,7 @@ class _Effects:
     @contextmanager
     def temporary_values(self) -> Iterator[None]:
         """Put values in the place of small ones, and everything back in the end."""
-        others = [p for n, p in self.model.named_parameters() if n not in self.factors]
+        others = [p for n, p in self.model.named_parameters() if n not in self.factors and p.is_floating_point()]
         small = [p for p in others if p.numel() and bool((local(p).abs() < _SMALL).all())]
         changed = {id(p): p for p in [*self.factors.values(), *self.weights.values(), *small]}
         # In host memory: of all targets the weights are a second copy of the model.
@@ -113,11 +113,11 @@ class _Effects:
             weight = self.weights[name]
             _put(weight, local(merged(weight, self.layers[name])), whole=False)
         self._set_factors([])
-        wanted = self._values()
+        target = self._values()
         reshard(self.model)
         for name in names:
             _put(self.weights[name], self.bases[name], whole=False)
-        gap, effect = adapted - wanted, wanted - self.plain
+        gap, effect = adapted - target, target - self.plain
         if self.exact:
             wrong = not float(gap.abs().max()) <= share * float(effect.abs().max()) + 2e-5
         else:
@@ -142,7 +142,7 @@ class _Effects:
 
     def _values(self) -> Tensor:
         """The model's own numbers of each row alone; what a forward draws is the same each time."""
-        ids, lengths, _ = self.rows
+        ids, lengths = self.rows.ids, self.rows.lengths
         devices = [ids.device.index or 0] if ids.device.type == "cuda" else []
         values = []
         with torch.no_grad(), torch.autocast(ids.device.type, enabled=False), torch.random.fork_rng(devices=devices):

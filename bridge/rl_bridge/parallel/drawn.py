@@ -5,6 +5,7 @@ an arrangement is worth is a matter of the class, and must not be read off the w
 """
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ NUDGE = 2.0**-22
 
 @torch.no_grad()
 def draw(model: nn.Module, scale: float) -> None:
-    """Give a new model's parameters random values; the program's random state stays as it is.
+    """Give a new model's parameters random values; the program's random state and whole numbers stay as they are.
 
     >>> one, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     >>> draw(one, 1.0), draw(other, 1.0)
@@ -28,7 +29,7 @@ def draw(model: nn.Module, scale: float) -> None:
     """
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
+    for parameter in _floats(model):
         noise = _noise(parameter, generator)
         if id(parameter) in tables:
             parameter.copy_(noise)
@@ -42,13 +43,17 @@ def draw(model: nn.Module, scale: float) -> None:
 def nudge(model: nn.Module) -> None:
     """Change every weight by about as much as rounding does."""
     generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
+    for parameter in _floats(model):
         parameter.mul_(1 + NUDGE * _noise(parameter, generator))
 
 
+def _floats(model: nn.Module) -> Iterator[nn.Parameter]:
+    # Whole numbers, as the multipliers of a hash, are part of what the class computes.
+    return (parameter for parameter in model.parameters() if parameter.is_floating_point())
+
+
 def _noise(parameter: Tensor, generator: torch.Generator) -> Tensor:
-    kind = torch.complex64 if parameter.is_complex() else torch.float32
-    return torch.randn(parameter.shape, generator=generator, dtype=kind, device="cpu").to(parameter.device)
+    return torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu").to(parameter.device)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -56,7 +61,7 @@ def fingerprint(model: nn.Module) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sums = local.detach().double() if not local.is_complex() else torch.view_as_real(local.detach()).double()
+        sums = local.detach().double()
         for value in (sums.sum(), sums.square().sum()):
             digest.update(repr(float(value)).encode())
     return digest.hexdigest()

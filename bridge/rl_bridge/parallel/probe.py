@@ -174,11 +174,11 @@ class Measured(NamedTuple):
 
 
 Faults = dict[str, str]
-"""What is wrong with an arrangement, by its name."""
+"""The fault of an arrangement, by the arrangement's name."""
 
 _cached: dict[tuple[Any, ...], Arrangements] = {}
 _classes: dict[tuple[Any, ...], Faults | None] = {}
-"""Of classes of the user's own, whatever their weights."""
+"""The faults of classes of the user's own, whatever their weights."""
 
 
 def probe(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, exact: bool = True) -> Arrangements:

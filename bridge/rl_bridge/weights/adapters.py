@@ -184,9 +184,10 @@ def adapter_config(model: PeftModel) -> dict[str, Any]:
 
 
 def deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What an adapter's effect depends on besides its tensors and the weights that these name; empty values as None.
+    """The fields that an adapter's effect depends on besides its tensors and the weights that these name.
 
-    Every field counts that is not known to change no number: a field of a later peft, too.
+    Empty values are given as None. Every field counts that is not known to change no number: a field of a later
+    peft, too.
 
     Args:
         config: of peft, as it is stored. A field that it lacks has peft's own value.

@@ -10,6 +10,7 @@ from torch.nn.functional import linear, relu
 from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
@@ -18,6 +19,7 @@ from rl_bridge.models.own_model import own_source
 from rl_bridge.modules import scoring
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
+from rl_bridge.weights.manifest import local
 from tests.support.own_models import TOKENS, tokenizer
 
 WIDTH = 8
@@ -38,6 +40,13 @@ def patched():
 def hooked():
     module = layer()
     module.register_forward_hook(lambda module, inputs, output: 3 * output)
+    return module
+
+
+def beside_whole_numbers():
+    module = layer()
+    module.multipliers = nn.Parameter(torch.tensor([0, 3], device="cpu"), requires_grad=False)
+    module.chosen = nn.Parameter(torch.tensor([True, False], device="cpu"), requires_grad=False)
     return module
 
 
@@ -114,6 +123,7 @@ WAYS = {
         "m",
         None,
     ),
+    "beside parameters of whole numbers": (of(beside_whole_numbers, called), "m", None),
     "never used": (of(layer, lambda model, x: x), "m", None),
     "dropped out in training": (
         of(layer, lambda model, x: nn.functional.dropout(model.m(x), 0.5, model.training)),
@@ -150,14 +160,13 @@ WAYS = {
 def built(factory, targets, parallel=None):
     source = own_source(factory, tokenizer(), seed=1)
     source = LoRASource(source, 2, 4.0, targets) if targets else source
-    state = torch.get_rng_state()
-    return torch_worker(lambda: TokenScorer(source, parallel=parallel), None, torch.device("cpu"), state)
+    return torch_worker(lambda: TokenScorer(source, parallel=parallel), None, torch.device("cpu"), generators())
 
 
 def exported_scores(factory, module, folder):
     module.save_pretrained(str(folder))
     source = own_source(factory, tokenizer(), weights=folder)
-    plain = torch_worker(lambda: TokenScorer(source), None, torch.device("cpu"), torch.get_rng_state())
+    plain = torch_worker(lambda: TokenScorer(source), None, torch.device("cpu"), generators())
     return plain.token_logprobs(BATCH)
 
 
@@ -176,7 +185,7 @@ def test_trained_is_exported_or_refused_by_name(tmp_path, way):
         assert len(factors) == 4
         with torch.no_grad():
             for factor in factors:
-                factor.copy_(0.3 * torch.randn(factor.shape, generator=generator))
+                local(factor).copy_(0.3 * torch.randn(factor.shape, generator=generator))
         trained = module.token_logprobs(BATCH)
         assert float((trained - start).abs().max()) > 1e-2 or "zeros" in way
         torch.testing.assert_close(exported_scores(factory, module, tmp_path), trained, rtol=0, atol=1e-5)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
@@ -42,7 +43,7 @@ def built(factory, dtype=torch.float32, wrap=lambda source: source, **options):
     source = wrap(own_source(factory, own.tokenizer(), **options))
     parallel = ParallelConfig(param_dtype=dtype)
     kind = functools.partial(CausalLMModule, source, OptimizerConfig(learning_rate=1e-3), updates=1, parallel=parallel)
-    return torch_worker(kind, None, torch.device("cpu"), torch.get_rng_state())
+    return torch_worker(kind, None, torch.device("cpu"), generators())
 
 
 def trained(module):
@@ -118,9 +119,10 @@ def test_adapters_of_a_class_are_judged_by_the_class(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_weights_and_the_program_s_random_numbers_stay_as_they_are(dtype):
-    state, expected = torch.get_rng_state(), own_source(own.Untied, own.tokenizer())._new().state_dict()
+    before, expected = generators(), own_source(own.Untied, own.tokenizer())._new().state_dict()
     module = built(own.Untied, dtype)
-    assert torch.equal(torch.get_rng_state(), state)
+    after = generators()
+    assert torch.equal(after.torch, before.torch) and after.python == before.python
     values = {
         name: getattr(value, "full_tensor", lambda value=value: value)()
         for name, value in module.model.state_dict().items()

@@ -6,6 +6,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,7 @@ from rl_bridge.engines import Mesh, TrainEngine
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.own_model import own_source
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
+from rl_bridge.weights.manifest import local
 from tests.support.many_hosts import ManyHosts
 from tests.support.own_models import Bigram, tokenizer
 
@@ -44,8 +46,8 @@ def drawn(draw):
     return Drawn
 
 
-def scorer(factory, seed=1):
-    source = own_source(factory, tokenizer(), seed=seed)
+def scorer(factory, seed=1, **options):
+    source = own_source(factory, tokenizer(), seed=seed, **options)
     return torch_worker(lambda: TokenScorer(source, ScoringConfig()), None, torch.device("cpu"), generators())
 
 
@@ -128,6 +130,36 @@ def test_numbers_of_a_parameter_are_those_that_the_class_made(kind):
     batch = collate([single_turn([2], [3, 4])], 0)
     values = module.token_logprobs(batch)[0, 1:3]
     torch.testing.assert_close(values, expected[[0, 1], [3, 4]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_an_export_is_read_back_with_the_same_numbers(tmp_path, kind):
+    factory = holding(NUMBERS[kind])
+    module = scorer(factory)
+    module.save_pretrained(str(tmp_path))
+    again = scorer(factory, weights=str(tmp_path))
+    for (name, value), (_, other) in zip(module.model.named_parameters(), again.model.named_parameters(), strict=True):
+        assert torch.equal(local(value), local(other)), name
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.int32, torch.bool], ids=str)
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_whole_numbers_stored_as_another_type_are_refused(tmp_path, stored, kind):
+    class Counts(Bigram):
+        def __init__(self):
+            super().__init__()
+            counts = torch.tensor([2**40 + 1, 3], device="cpu")
+            if kind == "buffer":
+                self.register_buffer("counts", counts)
+            else:
+                self.counts = nn.Parameter(counts, requires_grad=False)
+
+    scorer(Counts).save_pretrained(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"counts": tensors["counts"].to(stored)}, file)
+    with pytest.raises(ValueError, match=f"'counts' is torch.int64 in the model, stored is {stored}"):
+        scorer(Counts, weights=str(tmp_path))
 
 
 def test_complex_parameters_are_refused_by_name():
