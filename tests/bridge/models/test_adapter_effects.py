@@ -20,7 +20,9 @@ from rl_bridge.modules import scoring
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.weights.manifest import local
+from tests.support.one_step import host_of_rank, mesh_of
 from tests.support.own_models import TOKENS, tokenizer
+from tests.support.ranks import as_rank, found_by_ranks
 
 WIDTH = 8
 BATCH = collate([single_turn([2, 3, 4], [5, 6, 7, 8]), single_turn([10], [11, 2])], 0)
@@ -157,10 +159,10 @@ WAYS = {
 """Way → the class, the target beside "q", and the refusal; None: it is trained."""
 
 
-def built(factory, targets, parallel=None):
+def built(factory, targets, parallel=None, mesh=None):
     source = own_source(factory, tokenizer(), seed=1)
     source = LoRASource(source, 2, 4.0, targets) if targets else source
-    return torch_worker(lambda: TokenScorer(source, parallel=parallel), None, torch.device("cpu"), generators())
+    return torch_worker(lambda: TokenScorer(source, parallel=parallel), mesh, torch.device("cpu"), generators())
 
 
 def exported_scores(factory, module, folder):
@@ -212,3 +214,29 @@ def test_the_comparison_leaves_everything_as_it_was(monkeypatch):
     values = built(factory, ["q", target, "tokens"]).model.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in compared.model.state_dict().items())
     assert not compared.model.training and all(p.grad is None for p in compared.model.parameters())
+
+
+def answers(mesh):
+    """Of each way: the scores of the module, or why there is none, without the lines of the user's code."""
+    answered = {}
+    for way, (factory, target, _) in WAYS.items():
+        try:
+            answered[way] = built(factory, ["q", target], mesh=mesh).token_logprobs(BATCH).numpy()
+        except ValueError as error:
+            answered[way] = str(error)
+    return answered
+
+
+def rank(number, address, queue):
+    as_rank(lambda: answers(mesh_of(host_of_rank(), (1, 2, 1, 1))), 2, number, address, queue)
+
+
+def test_two_shards_answer_as_one_process(tmp_path):
+    alone = answers(None)
+    for _, answered in found_by_ranks(rank, 2, tmp_path):
+        for way, answer in alone.items():
+            if isinstance(answer, str):
+                assert answered[way] == answer, way
+            else:
+                assert not isinstance(answered[way], str), (way, answered[way])
+                assert abs(answered[way] - answer).max() < 1e-6, way
