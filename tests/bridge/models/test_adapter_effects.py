@@ -216,10 +216,20 @@ def test_the_comparison_leaves_everything_as_it_was(monkeypatch):
     assert not compared.model.training and all(p.grad is None for p in compared.model.parameters())
 
 
+ON_RANKS = (
+    "called, before a head of zeros",
+    "beside parameters of whole numbers",
+    "a Conv1D",
+    "a hook",
+    "a tied weight",
+)
+
+
 def answers(mesh):
-    """Of each way: the scores of the module, or why there is none, without the lines of the user's code."""
+    """Of each way: the scores of the module, or why there is none."""
     answered = {}
-    for way, (factory, target, _) in WAYS.items():
+    for way in ON_RANKS:
+        factory, target, _ = WAYS[way]
         try:
             answered[way] = built(factory, ["q", target], mesh=mesh).token_logprobs(BATCH).numpy()
         except ValueError as error:
