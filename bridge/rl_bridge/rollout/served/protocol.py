@@ -2,9 +2,11 @@
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.vllm import weight_probe as probe
@@ -12,6 +14,24 @@ from rl_bridge.rollout.vllm import weight_probe as probe
 
 class MalformedReply(RuntimeError):
     """A reply that lacks what its server's published types promise, or whose parts do not fit together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """The time that a server has to reply."""
+
+    start_seconds: float = 600.0
+    """Limit until the server replies for the first time; whoever supervises the server may be starting it."""
+    request_seconds: float = 3600.0
+    """Limit of one request, the time in the engine's queue included."""
+    control_seconds: float = 600.0
+    """Limit of a pause, a bucket of weights, and any other call that is no request for tokens."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that limit nothing."""
+        names = ("start_seconds", "request_seconds", "control_seconds")
+        if not all(getattr(self, name) > 0 for name in names):  # NaN is neither
+            raise ValueError(f"seconds must be > 0, got {given(self, *names)}")
 
 
 class Ask(NamedTuple):

@@ -16,16 +16,17 @@ import torch
 
 from rl_bridge.common.http import NoReply, Server
 from rl_bridge.common.splitmix64 import logical_shift, mix, signed
+from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.sampling import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.process import ServerDied
-from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, field_of
+from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, ServerLimits, field_of
 from rl_bridge.rollout.vllm import weight_probe as probe
 
 
 @dataclass(frozen=True, kw_only=True)
-class SGLangOptions:
+class SGLangOptions(ServerLimits):
     """Where the server is. It must see the folders that weights are copied to (``/dev/shm`` on the same node)."""
 
     url: str
@@ -35,10 +36,15 @@ class SGLangOptions:
     """Tokens that its prefix cache holds together (``--page-size``)."""
     headers: tuple[tuple[str, str], ...] = ()
     """Headers of every request: an API key, for instance."""
-    start_seconds: float = 600.0
-    """Until a server that does not reply is given up; whoever supervises the server may be starting it."""
-    request_seconds: float = 3600.0
-    control_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse a server without an address, room for a token, or limits."""
+        super().__post_init__()
+        if not self.url.startswith(("http://", "https://")) or self.max_model_len < 1 or self.page_size < 1:
+            raise ValueError(
+                "need a url that begins with http:// or https://, max_model_len ≥ 1 and page_size ≥ 1, got "
+                f"{given(self, 'url', 'max_model_len', 'page_size')}"
+            )
 
 
 class SGLangServer:

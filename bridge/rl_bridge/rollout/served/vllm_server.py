@@ -11,13 +11,12 @@ from typing import Any
 
 from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.common.http import NoReply, Server
-from rl_bridge.common.terminal import given
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.inside_vllm.plugin import BACKEND, PROTOCOL, require_in_place
 from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, DrawsOf
 from rl_bridge.rollout.sampling import pinned, truncation
 from rl_bridge.rollout.served.process import ServerProcess
-from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, field_of
+from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, ServerLimits, field_of
 from rl_bridge.rollout.vllm import weight_probe as probe
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.lora_adapters import NAME, blank_adapter
@@ -97,15 +96,9 @@ BLANK = "blank"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedOptions:
+class ServedOptions(ServerLimits):
     """Options of a server process beside its engine's."""
 
-    start_seconds: float = 600.0
-    """Limit until the server replies."""
-    request_seconds: float = 3600.0
-    """Limit of one request, the time in the engine's queue included."""
-    control_seconds: float = 600.0
-    """Limit of a pause, a bucket of weights, and any other call that is no request for tokens."""
     restarts: int = 3
     """Times that a dead engine is started again without having completed a request in between."""
     log: str | None = None
@@ -113,11 +106,9 @@ class ServedOptions:
 
     def __post_init__(self) -> None:
         """Refuse limits that limit nothing."""
-        if min(self.start_seconds, self.request_seconds, self.control_seconds) <= 0 or self.restarts < 0:
-            raise ValueError(
-                "seconds must be > 0 and restarts ≥ 0, got "
-                f"{given(self, 'start_seconds', 'request_seconds', 'control_seconds', 'restarts')}"
-            )
+        super().__post_init__()
+        if self.restarts < 0:
+            raise ValueError(f"restarts must be ≥ 0, got {self.restarts}")
 
 
 class VLLMServer:

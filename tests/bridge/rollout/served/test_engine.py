@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import re
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from rl_bridge.rollout.served.process import ServerDied, ServerProcess
 from rl_bridge.rollout.served.protocol import Ask, MalformedReply
 from rl_bridge.rollout.served.served_engine import ABORTED, ServedDecoder
 from rl_bridge.rollout.served.served_rollout import _Served
+from rl_bridge.rollout.served.sglang import SGLangOptions
 from rl_bridge.rollout.served.vllm_server import ServedOptions, completion_of
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.weight_probe import Tolerance
@@ -326,9 +329,27 @@ def test_a_reply_without_a_version_for_each_token_and_no_more_is_refused(ends):
             completion_of({"choices": [choice]}, ask, "request 1")
 
 
-def test_limits_that_limit_nothing_are_refused():
-    with pytest.raises(ValueError, match="seconds must be > 0 and restarts ≥ 0"):
-        ServedOptions(start_seconds=0)
+REFUSED = [{"start_seconds": 0}, {"request_seconds": float("nan")}, {"control_seconds": -1.0}]
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: next(iter(change)))
+@pytest.mark.parametrize("server", ["vLLM", "SGLang"])
+def test_limits_that_limit_nothing_are_refused(server, change):
+    kind = ServedOptions if server == "vLLM" else partial(SGLangOptions, url="http://host:1", max_model_len=8)
+    assert getattr(kind(), next(iter(change))) > 0
+    with pytest.raises(ValueError, match=r"seconds must be > 0, got .*" + re.escape(str(next(iter(change.values()))))):
+        kind(**change)
+
+
+@pytest.mark.parametrize("change", [{"url": "host:30000"}, {"max_model_len": 0}, {"page_size": 0}], ids=str)
+def test_a_server_without_an_address_or_room_is_refused(change):
+    with pytest.raises(ValueError, match=r"http.*got url="):
+        SGLangOptions(**{"url": "https://host", "max_model_len": 8, **change})
+
+
+def test_a_negative_number_of_restarts_is_refused():
+    with pytest.raises(ValueError, match="restarts must be ≥ 0, got -1"):
+        ServedOptions(restarts=-1)
 
 
 def test_the_command_line_s_server_needs_a_device_of_its_own(monkeypatch):
