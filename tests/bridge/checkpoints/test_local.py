@@ -74,6 +74,22 @@ def test_copies_of_an_earlier_stage_and_of_a_run_that_is_over_are_let_go_of(tmp_
     assert checkpointer.latest() == checkpointer.path(2)
 
 
+def test_memory_is_copied_to_again_by_the_next_checkpoint_of_the_same_engine_alone(tmp_path):
+    """A snapshot costs its memory once, pinned where the tensors are on CUDA: pinning takes longer than the copy."""
+    checkpointer, policy, critic = Checkpointer(tmp_path), engine_of(), engine_of(seed=1)
+    host = policy.executor._host
+
+    def copied_to(step, **engines):
+        checkpointer.save(step, engines, {})
+        checkpointer.wait()
+        return {key: buffer.data_ptr() for key, buffer in hosts._savers[host].buffers._buffers.items()}
+
+    both = copied_to(1, policy=policy, critic=critic)
+    assert copied_to(2, policy=policy, critic=critic) == both and len({*both.values()}) == len(both)
+    alone = copied_to(3, critic=critic)
+    assert alone == {key: place for key, place in both.items() if key[0] == "critic"} and len(both) == 2 * len(alone)
+
+
 def test_a_place_for_what_a_checkpoint_may_hold_changes_neither_weights_nor_gradients():
     module = Trained()
     module.on_weights_materialized()
