@@ -248,6 +248,20 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
             checkpointer.save(2, {name: other}, {})
 
 
+@pytest.mark.parametrize("more", [4, 5, 6, 8])
+def test_what_a_model_lacks_is_named_as_far_as_a_line_goes_and_counted(tmp_path, more):
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    saved, asked = (
+        TrainEngine(lambda count=count: torch.nn.ParameterList([torch.zeros(1)] * count)).build()
+        for count in (1, 1 + more)
+    )
+    path = checkpointer.save(1, {"policy": saved}, {})
+    named = ", ".join(f"module/{number}" for number in range(1, 1 + min(more, 5)))
+    counted = f" and {more - 5} more" if more > 5 else ""
+    with pytest.raises(ValueError, match=f"the checkpoint lacks {named}{counted}$"):
+        checkpointer.load(path, {"policy": asked})
+
+
 def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):
     checkpointer = Checkpointer(tmp_path, asynchronous=False)
     checkpointer.save(1, {}, {"x": 1})
