@@ -234,3 +234,4 @@ def test_a_probe_draws_past_every_end_and_says_what_was_cached_and_of_which_vers
         assert drawn == ((1, 2), tuple(tokens), logprobs, 6, version)
         fields = connection.posted[-1][1]["sampling_params"]
         assert (fields["stop_token_ids"], fields["temperature"], fields["max_new_tokens"]) == ([], 0.5, len(tokens))
+        assert fields["sampling_seed"] == engine_seed(3, 0), "as any sequence without a token of the policy"
