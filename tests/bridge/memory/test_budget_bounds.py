@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rl_bridge.memory import token_budget
@@ -15,7 +15,9 @@ from tests.bridge.memory.shortage import SHORT
 CPU = torch.device("cpu")
 PLENTY = {"base": 0, "peak": 1, "room": 1 << 40}
 STATES = st.builds(
-    TokenBudget, tokens=st.integers(LEAST, MOST), ceiling=st.integers(LEAST, MOST), failures=st.integers(0, 9)
+    lambda sizes, failures: TokenBudget(tokens=min(sizes), ceiling=max(sizes), failures=failures),
+    st.tuples(st.integers(LEAST, MOST), st.integers(LEAST, MOST)),
+    st.integers(0, 9),
 )
 
 
@@ -30,10 +32,17 @@ def test_it_at_most_doubles_and_only_where_half_of_it_was_used(used, factor):
 def test_it_stays_between_the_least_and_what_memory_was_short_of(budget, base, peak, room, data):
     before, used = TokenBudget(**budget.learnt()), data.draw(st.integers(0, 2 * budget.tokens))
     budget.measured(base=base, peak=peak, room=room, tokens=used)
-    assert LEAST <= budget.tokens <= max(before.tokens, min(2 * before.tokens, before.ceiling))
+    assert LEAST <= budget.tokens <= min(2 * before.tokens, before.ceiling)
     assert (budget.ceiling, budget.failures) == (before.ceiling, before.failures)
     if not used or not room:
         assert budget.tokens == before.tokens
+
+
+@pytest.mark.parametrize("unknown", [{"room": 0}, {"tokens": 0}], ids=str)
+def test_of_a_step_without_tokens_or_of_unknown_room_nothing_is_learnt(unknown):
+    budget = TokenBudget(tokens=1000)
+    budget.measured(**{"base": 1, "peak": 9, "room": 10, "tokens": 1000} | unknown)
+    assert budget == TokenBudget(tokens=1000)
 
 
 def test_a_step_that_took_nothing_or_gave_memory_back_leaves_it_room():
@@ -44,6 +53,8 @@ def test_a_step_that_took_nothing_or_gave_memory_back_leaves_it_room():
 
 
 @given(tokens=st.integers(LEAST, MOST))
+@example(tokens=LEAST + 1)
+@example(tokens=LEAST + 6)
 def test_where_memory_was_short_half_are_tried_and_three_quarters_never_exceeded(tokens):
     budget = TokenBudget(tokens=tokens)
     again = budget.failed()
