@@ -114,8 +114,10 @@ def test_a_rate_is_of_rows_with_enough_completions_and_a_reward_that_is_just_eno
 
 def test_the_held_out_metrics_of_a_step_are_the_reward_the_interval_and_what_failed():
     config = replace(CONFIG, pass_at=(1,), correct_reward=1.0)
-    evaluator = Evaluator(Asked(aborted=[3]), Places(), rows(4), config, None, seed=5)
+    asked = Asked(aborted=[3])
+    evaluator = Evaluator(asked, Places(), rows(4), config, None, seed=5)
     metrics = evaluator.metrics(2)
+    assert [(s.n, s.seed, s.temperature) for s in asked.sampling] == [(1, 5, 0.0), (1, 5, 0.7)]
     assert metrics["held_out"] == 1.0 and metrics["held_out_low"] < 1.0 < metrics["held_out_high"]
     assert metrics["held_out_aborted"] == 0.25 and metrics["pass@1"] == pytest.approx(2 / 3)
     assert "held_out/place" not in metrics and evaluator.parts() == {}

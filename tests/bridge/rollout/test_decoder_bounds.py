@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -47,6 +47,7 @@ def passes(decoder):
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), budget=st.integers(1, 20))
+@example(lengths=[3, 4, 7, 8], budget=7)
 def test_a_pass_reads_as_many_sequences_as_have_room_in_their_order(lengths, budget):
     decoder = decoder_of(read_tokens=budget)
     for key, length in enumerate(lengths):
