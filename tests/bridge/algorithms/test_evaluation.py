@@ -65,10 +65,10 @@ def test_steps_are_followed_by_an_evaluation_every_so_often_and_the_last_one_alw
 
 def test_an_evaluation_draws_one_greedy_completion_of_each_row_by_the_run_s_seed():
     asked = Asked()
-    found = evaluate(asked, rows(20), Places(), SAMPLING, seed=5)
+    results = evaluate(asked, rows(20), Places(), SAMPLING, seed=5)
     assert asked.sampling == [replace(SAMPLING, temperature=0.0, n=1, seed=5)]
-    assert found["scores"] == list(range(20)) and found["reward"] == 9.5 and found["rewards"] == {"place": 9.5}
-    assert [sample["prompt"] for sample in found["samples"]] == [str(place) for place in range(16)]
+    assert results["scores"] == list(range(20)) and results["reward"] == 9.5 and results["rewards"] == {"place": 9.5}
+    assert [sample["prompt"] for sample in results["samples"]] == [str(place) for place in range(16)]
     evaluate(asked, rows(1), Places(), SAMPLING)
     assert asked.sampling[1].seed == 0
 
@@ -82,10 +82,10 @@ def test_both_evaluations_are_under_their_own_names():
 
 def test_what_was_given_up_is_in_no_mean_and_no_difference(capsys):
     asked = Asked(aborted=[1])
-    found = evaluate(asked, rows(3), Places(("place", "ten")), SAMPLING)
-    assert found["scores"] == [0.0, None, 22.0] and found["aborted"] == pytest.approx(1 / 3)
-    assert found["reward"] == 11.0 and found["rewards"] == {"place": 1.0, "ten": 10.0}
-    assert [sample.get("failed") for sample in found["samples"]] == [None, "abort", None]
+    results = evaluate(asked, rows(3), Places(("place", "ten")), SAMPLING)
+    assert results["scores"] == [0.0, None, 22.0] and results["aborted"] == pytest.approx(1 / 3)
+    assert results["reward"] == 11.0 and results["rewards"] == {"place": 1.0, "ten": 10.0}
+    assert [sample.get("failed") for sample in results["samples"]] == [None, "abort", None]
     evaluate_both(asked, rows(3), Places(), CONFIG, 5)
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("33.3% of the held-out completions") == 2

@@ -84,12 +84,12 @@ def test_results_are_in_the_order_of_the_slots_and_none_is_kept_by_a_call_that_f
         call.succeed(slot, f"of {slot}")
     assert list(call.future.result(0).items()) == [(2, "of 2"), (0, "of 0"), (1, "of 1")]
     failed, results = Call("step", [0, 1, 2], clock), [Result(), Result()]
-    held = [weakref.ref(result) for result in results]
+    references = [weakref.ref(result) for result in results]
     failed.succeed(0, results.pop())
     failed.fail(1, error(1))
     failed.succeed(2, results.pop())
     gc.collect()
-    assert [one() for one in held] == [None, None]
+    assert [one() for one in references] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ def test_what_a_cache_holds_stays_as_it_grows_and_what_nobody_wrote_is_zero(step
     cache.update_recurrent_state(torch.ones(1, 3), layer)
     for more, tokens in steps:
         cache.reserve(rows + more, tokens)
-        held, states = cache.layers[0].tokens["keys"], cache.layers[0].states["recurrent", 0]
-        assert held.shape[0] == len(states) == cache.rows >= rows + more and held.shape[2] == cache.capacity >= tokens
-        assert torch.equal(held[:1, :, :2], keys) and float(held.sum()) == float(keys.sum())
+        values, states = cache.layers[0].tokens["keys"], cache.layers[0].states["recurrent", 0]
+        assert (
+            values.shape[0] == len(states) == cache.rows >= rows + more and values.shape[2] == cache.capacity >= tokens
+        )
+        assert torch.equal(values[:1, :, :2], keys) and float(values.sum()) == float(keys.sum())
         assert torch.equal(states[:1], torch.ones(1, 3)) and float(states.sum()) == 3

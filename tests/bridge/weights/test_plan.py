@@ -10,11 +10,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_bridge.weights import ModuleReceiver, WeightSyncError, replace_parameters
-from rl_bridge.weights.ends import Description
-from rl_bridge.weights.manifest import Manifest, TensorSpec, compare, described, module_tensors, plan_buckets
+from rl_bridge.weights import Cast, ModuleReceiver, WeightSyncError, replace_parameters
+from rl_bridge.weights.ends import Description, Sender
+from rl_bridge.weights.manifest import Entry, Manifest, TensorSpec, compare, described, module_tensors, plan_buckets
 from rl_bridge.weights.sync import Outcome, _givers, _raise_failures
 from rl_bridge.weights.transports import check_transport, choose_transport
+from tests.support.one_process import sync
 
 NODES = {0: "a", 1: "a", 2: "b"}
 META = torch.device("meta")
@@ -81,13 +82,13 @@ def test_workers_that_hold_the_same_part_take_turns_and_each_part_is_given_once(
     spec = TensorSpec((4,), torch.float32)
     tensors = [(f"w{origin}", spec, origin) for origin in range(6)]
     manifest, halves = Manifest({name: spec for name, spec, _ in tensors}), (((0, 2),), ((2, 2),))
-    held = {slot: Description(manifest, (), (halves[slot % 2],) * 6, 0) for slot in range(4)}
-    gives = _givers(held, tensors)
+    descriptions = {slot: Description(manifest, (), (halves[slot % 2],) * 6, 0) for slot in range(4)}
+    gives = _givers(descriptions, tensors)
     for first in (0, 1):
-        given_once = [*gives[first], *gives[first + 2]]
-        assert sorted(given_once) == list(range(6)) and len(gives[first]) == 3
+        origins = [*gives[first], *gives[first + 2]]
+        assert sorted(origins) == list(range(6)) and len(gives[first]) == 3
     with pytest.raises(ValueError, match="do not make the whole"):
-        _givers({0: held[0]}, tensors)
+        _givers({0: descriptions[0]}, tensors)
 
 
 def test_a_failure_is_told_by_its_causes_and_by_consequences_where_there_is_nothing_else():
@@ -152,7 +153,66 @@ def test_weights_that_were_freed_after_a_sync_are_not_kept_by_their_receiver():
     receiver.begin(Manifest(described(module_tensors(module), "source")))
     receiver.lend("weight", torch.zeros(1, 2))
     receiver.finish()
-    held = weakref.ref(module.weight)
+    weight = weakref.ref(module.weight)
     replace_parameters(module, META).clear()
     gc.collect()
-    assert held() is None
+    assert weight() is None
+
+
+class Stream:
+    """A source whose stream gives these tensors, or raises them."""
+
+    def __init__(self, *tensors):
+        self.tensors, self.asked = list(tensors), 0
+
+    def stream(self, *, adapter):
+        return self
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.asked += 1
+        if isinstance(tensor := self.tensors.pop(0), Exception):
+            raise tensor
+        return "w", tensor
+
+
+def sender_of(source):
+    return Sender(source, None, adapter=False, pieces=False, gives=None)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(2, 1)])
+def test_what_a_source_gives_is_what_it_promised_in_name_shape_and_dtype(tensor):
+    entry = Entry("w", TensorSpec((2,), torch.float32), 0, 0)
+    for values, is_promised in ((torch.zeros(2), True), (tensor, False)):
+        sender = sender_of(Stream(values))
+        assert (sender.take(entry) is not None) == (sender.failure is None) == is_promised
+
+
+def test_a_source_that_failed_is_not_asked_again_and_its_first_error_stays():
+    source = Stream(OSError("the disk is gone"), RuntimeError("asked again"), torch.zeros(2))
+    sender = sender_of(source)
+    for origin in range(3):
+        assert sender.take(Entry("w", TensorSpec((2,), torch.float32), origin, 0)) is None
+    assert isinstance(sender.failure, OSError) and source.asked == 1
+
+
+def test_memory_is_shared_only_of_weights_that_go_as_they_are(executor, tmp_path):
+    with pytest.raises(ValueError, match="share=True needs transport 'same_slot', equal layouts and no map"):
+        sync(executor, tmp_path, transport="same_slot", folder=None, share=True, through=Cast(torch.float32))
+
+
+def test_the_driver_waits_longer_for_a_transfer_than_its_slots_for_each_other(executor, tmp_path, monkeypatch):
+    """The message of a slot says more: which slot was waited for, and for what."""
+    waits, call = {}, executor.call
+
+    def recorded(function, arguments, *, what, timeout=None, together=None):
+        waits[function.__name__] = timeout, [one.timeout for (one, *_) in arguments.values() if hasattr(one, "timeout")]
+        return call(function, arguments, what=what, timeout=timeout, together=together)
+
+    monkeypatch.setattr(executor, "call", recorded)
+    sync(executor, tmp_path, timeout=30.0)
+    assert waits["describe"][0] == 30.0
+    of_driver, of_slots = waits["transfer"]
+    assert of_slots == [30.0] and of_driver > 30.0
