@@ -51,7 +51,7 @@ class TokenBudget:
         if fitting < self.tokens:
             self.tokens = max(LEAST, min(self.tokens, fitting))
         elif 2 * tokens >= self.tokens:
-            self.tokens = max(self.tokens, min(2 * self.tokens, fitting, self.ceiling))
+            self.tokens = min(2 * self.tokens, fitting, self.ceiling)
 
     def learnt(self) -> dict[str, int]:
         """All that it has learnt, for a checkpoint."""

@@ -73,6 +73,33 @@ def test_buffers_are_used_again():
     assert not live & set(first.values())
 
 
+@pytest.mark.parametrize(
+    "others",
+    [
+        (torch.arange(6.0), torch.arange(3.0)),
+        (torch.arange(3.0), torch.arange(6.0)),
+        (torch.arange(6.0), torch.arange(6)),
+        (torch.arange(6.0), torch.arange(6.0).bfloat16() / 7),
+        (torch.arange(3.0), torch.arange(3.0).expand(2, 3)),
+        (torch.arange(3.0).expand(2, 3), torch.arange(3.0)[None]),
+    ],
+    ids=["fewer", "more", "integers", "rounded", "more rows", "fewer rows"],
+)
+def test_a_snapshot_of_another_form_under_the_same_name_is_exact_and_leaves_nothing_of_the_one_before(others):
+    class Holds:
+        def __init__(self, values):
+            self.values = values
+
+        def checkpoint_state(self):
+            return {"values": self.values}
+
+    buffers = HostBuffers()
+    for values in others:
+        [piece] = buffers.snapshot("policy", Holds(values)).pieces.values()
+        assert piece.values.dtype == values.dtype and torch.equal(piece.values, values)
+        assert has_checksum(piece.values, piece.checksum) and not piece.parameter
+
+
 def test_other_values_than_the_snapshot_read_are_no_checkpoint(tmp_path, slow):
     """The memory is changed under the writer, as it is when a buffer is shared with something that goes on."""
     policy = engine_of()

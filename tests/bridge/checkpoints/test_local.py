@@ -74,6 +74,22 @@ def test_copies_of_an_earlier_stage_and_of_a_run_that_is_over_are_let_go_of(tmp_
     assert checkpointer.latest() == checkpointer.path(2)
 
 
+def test_memory_is_copied_to_again_by_the_next_checkpoint_of_the_same_engine_alone(tmp_path):
+    """A snapshot costs its memory once, pinned where the tensors are on CUDA: pinning takes longer than the copy."""
+    checkpointer, policy, critic = Checkpointer(tmp_path), engine_of(), engine_of(seed=1)
+    host = policy.executor._host
+
+    def copied_to(step, **engines):
+        checkpointer.save(step, engines, {})
+        checkpointer.wait()
+        return {key: buffer.data_ptr() for key, buffer in hosts._savers[host].buffers._buffers.items()}
+
+    both = copied_to(1, policy=policy, critic=critic)
+    assert copied_to(2, policy=policy, critic=critic) == both and len({*both.values()}) == len(both)
+    alone = copied_to(3, critic=critic)
+    assert alone == {key: place for key, place in both.items() if key[0] == "critic"} and len(both) == 2 * len(alone)
+
+
 def test_a_place_for_what_a_checkpoint_may_hold_changes_neither_weights_nor_gradients():
     module = Trained()
     module.on_weights_materialized()
@@ -230,6 +246,20 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     for name in ("driver", "random", "../x", ""):
         with pytest.raises(ValueError, match="cannot be an engine's name"):
             checkpointer.save(2, {name: other}, {})
+
+
+@pytest.mark.parametrize("more", [4, 5, 6, 8])
+def test_what_a_model_lacks_is_named_as_far_as_a_line_goes_and_counted(tmp_path, more):
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    saved, asked = (
+        TrainEngine(lambda count=count: torch.nn.ParameterList([torch.zeros(1)] * count)).build()
+        for count in (1, 1 + more)
+    )
+    path = checkpointer.save(1, {"policy": saved}, {})
+    named = ", ".join(f"module/{number}" for number in range(1, 1 + min(more, 5)))
+    counted = f" and {more - 5} more" if more > 5 else ""
+    with pytest.raises(ValueError, match=f"the checkpoint lacks {named}{counted}$"):
+        checkpointer.load(path, {"policy": asked})
 
 
 def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path):

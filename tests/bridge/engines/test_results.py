@@ -76,3 +76,41 @@ def test_a_declaration_that_does_not_exist():
     with pytest.raises(ValueError, match="results join by one of rows, sum, same, local, got 'mean'"):
         returns("mean")
     assert declared(test_local) is None
+
+
+def test_rows_in_dictionaries_tuples_and_lists_are_joined_entry_by_entry():
+    parts = [
+        {"tokens": torch.full((rows, width), value), "pair": (torch.full((rows,), value), [value] * rows)}
+        for rows, width, value in ((1, 2, 5), (2, 3, 6))
+    ]
+    joined = join(parts, "rows", "test")
+    assert joined["tokens"].tolist() == [[5, 5, 0], [6, 6, 6], [6, 6, 6]]
+    assert joined["pair"][0].tolist() == [5, 6, 6] and joined["pair"][1] == [5, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("values", "alike"),
+    [
+        ([torch.tensor(1), 1], False),
+        ([[1, 2], [1]], False),
+        ([{"a": 1}, {"a": 1, "b": 2}], False),
+        ([math.nan, 1.0], False),
+        ([(math.nan, 1), (math.nan, 1)], True),
+        ([{"a": torch.zeros(2)}, {"a": torch.zeros(2)}], True),
+        ([1, 1, 2], False),
+        ([None, None, 3], False),
+    ],
+    ids=str,
+)
+def test_the_same_is_the_same_in_every_entry_of_every_worker(values, alike):
+    if alike:
+        assert join(values, "same", "test") is values[0]
+    else:
+        with pytest.raises(ValueError, match="is not"):
+            join(values, "same", "test")
+
+
+def test_a_sum_is_of_all_workers_and_of_no_text():
+    assert join([1, 2, 4], "sum", "test") == 7
+    with pytest.raises(ValueError, match="declared a sum, and returns 'a'"):
+        join(["a", "b"], "sum", "test")

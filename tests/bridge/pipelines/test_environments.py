@@ -132,6 +132,13 @@ RESUMED = {
     "damaged options": ({}, write("config.json", "{"), True),
     "no options": ({}, write("config.json", "[]"), True),
     "of an older version": ({}, write("config.json", "{}"), True),
+    "with nothing else to compare": (
+        {},
+        lambda game, folder: write_provenance(
+            folder, 3, EnvironmentOptions(environment=f"{game}:Game").environment_fingerprint()
+        ),
+        False,
+    ),
     "without an environment before": ({}, write("provenance.jsonl", '{"fingerprints": {}}\n'), True),
 }
 
