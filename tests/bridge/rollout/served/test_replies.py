@@ -171,7 +171,7 @@ def server(connection, tmp_path):
         max_model_len=64,
         page_size=16,
         headers=(("a", "b"),),
-        start_seconds=0.0,
+        start_seconds=0.1,
         request_seconds=7.0,
         control_seconds=8.0,
     )
