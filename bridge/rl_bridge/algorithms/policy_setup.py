@@ -153,6 +153,8 @@ class ScalarOptions:
             raise ValueError(
                 f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
             )
+        if self.method != "tchebycheff":
+            require_used(self, ("rho",), "without --policy.scalar.method tchebycheff", part="policy.scalar")
 
     def combine(self, rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """[P, R, n] → [P, n], larger is better. ``weights`` are those that the rewards come with.

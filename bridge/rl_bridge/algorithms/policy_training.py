@@ -141,7 +141,12 @@ def minibatches_of(
     """Cut an objective's ``selection`` into ``count`` shares: rows to compute, rows that count, and their mask.
 
     ``computed`` is [N], ``counted`` is [N, T]. A share without a row to compute has no gradient and makes no update.
+
+    Raises:
+        ValueError: a ``count`` that is no number of updates.
     """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"updates is the number of a batch's updates, whole and at least 1, got {count!r}")
     for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
         index = share[computed[share]]
         if len(index):

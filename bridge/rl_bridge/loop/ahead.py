@@ -20,6 +20,7 @@ from rl_bridge.pipelines.rollout_options import AsynchronousOptions, talking
 from rl_bridge.rewards import Rewards
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
+from rl_bridge.run.options import require_default
 from rl_bridge.run.run import Stateful
 
 
@@ -114,6 +115,9 @@ class Ahead:
             tokenizer, turn_tokens = rollout.model.tokenizer, sampling.max_new_tokens
             conversations = talking(rollout.engine, factory, tokenizer, turn_tokens, **self._limits, **waiting)
         else:
+            of_turns: dict[str, Any] = {"parse": parse, "max_turns": max_turns, "max_tokens": max_tokens}
+            of_turns |= {"step_timeout": step_timeout, "processes": processes}
+            require_default(of_turns, (None, 4, None, 60.0, 0), "without an environment or tools")
             name_unread(rollout.model, rows.rows)
         self._sampler = self._options.sampler(
             rollout.engine,

@@ -37,6 +37,7 @@ from rl_bridge.models.row_checks import (
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
+from rl_bridge.run.options import require_default
 from rl_bridge.run.provenance import of_folder, of_rows
 from rl_bridge.run.run import Stateful
 
@@ -236,6 +237,8 @@ def in_hand(
     checked = []
     for number, row in enumerate(rows, 1):
         try:
+            if not isinstance(row, Mapping):
+                raise ValueError(f"a row is an object with columns, got {shortened(row)}")
             checked.append(check(row))
         except ValueError as error:
             where = row.get("_where") if isinstance(row, Mapping) else None
@@ -275,8 +278,6 @@ def name_unread(
 
 def any_row(row: Any) -> Any:
     """A row to sample from or to imitate in one spelling; one without text or messages is an environment's own."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"a row is an object with columns, got {shortened(row)}")
     if "_where" in row:
         return row
     row = in_one_form(row, PROMPTS)
@@ -338,8 +339,10 @@ class Rows:
         """The next ``count`` rows; behind the last row the next epoch begins.
 
         Raises:
-            ValueError: rows were left out, and fewer than ``count`` are left.
+            ValueError: rows were left out, and fewer than ``count`` are left; or ``count`` is no number of rows.
         """
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"rows are taken by their number, whole and not negative, got {count!r}")
         if count > self.count and self.census.left_out:
             raise ValueError(f"a step takes {count} rows, of {self.census.line()}")
         change(self)
@@ -446,10 +449,14 @@ def load_rows(
         TypeError: a reader that takes other arguments, or gives no rows.
         FileNotFoundError: no such file.
         ValueError: rows that cannot be read: the first few with file or function, row number, field and what was
-            expected; or a loss without a model.
+            expected; a loss without a model; or an argument that has no effect.
     """
-    census = SourceCensus()
-    reader = reader_fingerprint(data)  # before a call, which may change it
+    census, reader = SourceCensus(), reader_fingerprint(data)  # before a call, which may change it
+    if loss is None:
+        encoding = {"max_length": max_length, "apply_chat_template": apply_chat_template}
+        require_default(encoding, (None, True), "on rows without a loss, which are prompts")
+    if loss is not None or model is None:
+        require_default({"new_tokens": new_tokens}, (0,), "but on prompts for a model")
     if loss is None:
         rows = read_rows(data, check=policy_row, census=census)
         census.trained = len(rows)

@@ -20,6 +20,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
+from rl_bridge.run.options import require_default
 
 SCORED_BY = {
     "ref_logprobs": "reference.score(batch)",
@@ -28,6 +29,8 @@ SCORED_BY = {
     "teacher_logprobs": "teacher.score(batch)",
 }
 """Inputs of an objective beyond the completions and their rewards, and what gives them."""
+CONTROLLED = ("kl", "reward_kl", "entropy")
+"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +207,10 @@ class Groups:
         """All prompts of several scored groups, numbered anew: one batch, and one update with one denominator.
 
         Raises:
-            ValueError: parts that were sampled in another way or by the same seed, or have not been scored.
+            ValueError: no parts; or some that were sampled in another way or by the same seed, or were not scored.
         """
+        if not parts:
+            raise ValueError("there are no groups to join")
         first = parts[0]
         alike = [
             (replace(part.sampling, seed=0), part.pad_token, part.scored.names, part.scored.turn_weight)
@@ -316,19 +321,39 @@ class GroupBatch:
         ``policy.coefficients``, where the policy has a controller of the KL that is taken off the rewards.
 
         Raises:
-            ValueError: the advantages read log-probabilities or values that no model has given yet.
+            TypeError: no objective of groups.
+            ValueError: the advantages read log-probabilities or values that no model has given yet; or a coefficient of
+                a term that the objective does not have.
         """
+        if not isinstance(objective, rl_fn.Objective):
+            raise TypeError(f"advantages are of an objective, as rl_fn.recipes.grpo(), got {objective!r}")
         advantages, sampled = _advantages(objective), self.groups.scored
         tokens, terms = self.tokens, dict(coefficients or {})
         present = {"ref_logprobs": tokens.ref_logprobs, "values": tokens.old_values}
         present |= {"teacher_logprobs": tokens.teacher_logprobs, "greedy_rewards": sampled.greedy_rewards}
         require_scored(objective, objective.required_rollout_fields, present)
+        if strange := [name for name in terms if getattr(objective, name, None) is None or name not in CONTROLLED]:
+            raise ValueError(
+                f"{objective.name} has no term {strange[0]!r} with a coefficient: coefficients=policy.coefficients are "
+                f"of {', '.join(CONTROLLED)}"
+            )
         seed = self.groups.sampling.seed
         batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
         batch, computed, counted = advantages.advantages(batch, sampled, terms)
         metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
         of_objective: dict[str, Any] = {"computed": computed, "counted": counted, "objective": objective}
         return replace(self, tokens=batch, metrics=metrics, coefficients=terms, **of_objective)
+
+
+def require_batch(batch: Any) -> None:
+    """Refuse groups that are no tensors yet, and whatever else a model does not score.
+
+    Raises:
+        TypeError: with the way on.
+    """
+    if not isinstance(batch, GroupBatch):
+        way_on = ": groups.batch() makes one, once they are scored" if isinstance(batch, Groups) else ""
+        raise TypeError(f"a model scores a batch of groups, and not a {type(batch).__name__}{way_on}")
 
 
 def require_scored(objective: rl_fn.Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
@@ -370,9 +395,17 @@ def _places_of(prompts: Any, count: int) -> torch.Tensor:
 def loaded_rewards(
     reward: Source | Sequence[Source] | Rewards, weights: Sequence[float] = (), none: OnNone = "refuse"
 ) -> Rewards:
-    """The rewards that ``reward`` names, with the ``weights`` of several."""
+    """The rewards that ``reward`` names, with the ``weights`` of several.
+
+    Raises:
+        TypeError: no reward.
+        ValueError: weights of ``Rewards``, which have their own.
+    """
     if isinstance(reward, Rewards):
+        require_default({"weights": tuple(weights), "none": none}, ((), "refuse"), "with Rewards, which have their own")
         return reward
+    if not (isinstance(reward, str | Sequence) or callable(reward)):
+        raise TypeError(f"a reward is a function, a text as --reward takes, or a list of these, got {reward!r}")
     several = (reward,) if isinstance(reward, str) or callable(reward) else reward
     return _loaded(tuple(map(_Source, several)), tuple(weights), none)
 

@@ -21,6 +21,7 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards import with_rows
+from rl_bridge.run.options import require_default
 
 
 class Rollout:
@@ -131,6 +132,7 @@ class Rollout:
         if (environment is None) == (not tools):
             raise ValueError("a conversation is with an environment or with tools: converse(…, tools=[function])")
         if environment is not None:
+            require_default({"parse": parse}, (None,), "with an environment, which reads turns itself")
             if not isinstance(environment, str):
                 return environment
             place = (os.getcwd(), environment)

@@ -10,6 +10,7 @@ import torch
 
 from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.algorithms.policy_training import minibatches_of
+from rl_bridge.common.terminal import given
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
 from rl_bridge.data.token_batch import TokenBatch
@@ -17,11 +18,11 @@ from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model, Rows
-from rl_bridge.loop.groups import GroupBatch
+from rl_bridge.loop.groups import GroupBatch, require_batch
 from rl_bridge.models.exported_files import ExportDtype, export_types
 from rl_bridge.models.pretrained import require_vocabulary, save_pretrained
 from rl_bridge.modules.scoring import ScoringConfig
-from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.trainable import Decay, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, MeshOptions
 from rl_bridge.run.run import Stateful
@@ -41,15 +42,22 @@ class AdamW(OptimizerConfig):
 
     learning_rate: float = field(kw_only=False)
     """The highest rate, right after the warm-up."""
+    decay: Decay | None = None  # type: ignore[assignment]
+    """Form of the way from the highest rate to the last. None: linear with a ``total``, constant without one."""
     total: int | None = None
     """Updates that the schedule is made for. None: the rate stays after the warm-up."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot train; without a total there is no decay."""
+        """Refuse what cannot train, and a decay without a total, which would have no last update."""
+        if self.decay is None:
+            object.__setattr__(self, "decay", "constant" if self.total is None else "linear")
         super().__post_init__()
-        if self.total is None:
-            object.__setattr__(self, "decay", "constant")
-        elif self.total < 1:
+        if self.total is None and (self.decay != "constant" or self.final != OptimizerConfig.final):
+            raise ValueError(
+                f"the rate decays to its last update, AdamW(…, total=updates): got {given(self, 'decay', 'final')} "
+                "without a total"
+            )
+        if self.total is not None and self.total < 1:
             raise ValueError(f"total counts updates and is at least 1, or None, got {self.total}")
 
     @property
@@ -197,6 +205,7 @@ class Reference(Scored):
         """
         if isinstance(batch, PairBatch):
             return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
+        require_batch(batch)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
 
@@ -248,5 +257,6 @@ class Teacher(Scored):
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with the teacher's log-probability of each token that counts."""
+        require_batch(batch)
         scored = batch.with_fields(teacher_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
         return scored.with_scoring(self.kind, self.engine.scoring_config())

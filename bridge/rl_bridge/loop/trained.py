@@ -32,22 +32,21 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
-from rl_bridge.loop.groups import GroupBatch, Groups, require_scored
+from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_batch, require_scored
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
-from rl_bridge.modules.comparison import ComparisonLoss
+from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, trained_part
+from rl_bridge.run.options import require_default
 from rl_bridge.run.run import Stateful
 
 _REMEMBERED = 64
 """Versions of a policy's weights, and so updates, that a batch may be drawn before."""
-_TERMS = ("kl", "reward_kl", "entropy")
-"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
 
 
 class Policy(Scored):
@@ -115,10 +114,14 @@ class Policy(Scored):
             require_no_temperature(options["scoring"], objective)
             if control:
                 raise ValueError(f"{objective} has no coefficient that a controller sets, got {sorted(control)}")
+            of_groups = {"fused_loss": fused_loss, "least_effective_share": least_effective_share}
+            require_default(of_groups, (False, PolicyConfig.least_effective_share), f"with {objective}")
         if isinstance(objective, NLL):
             self.kind = "sft"
             self.engine = self.engines.supervised(optimizer, **options)
         elif isinstance(objective, ComparisonLoss):
+            if objective.name in REWARD_LOSSES:
+                raise ValueError(f"{objective.name} is of rewards, and a policy has none: RewardModel(model, loss, …)")
             self.kind = "preference"
             self._statistics = BatchStatistics(objective)
             self.engine = self.engines.preference(optimizer, objective, **options)
@@ -139,6 +142,7 @@ class Policy(Scored):
 
         A batch that has its advantages is scored where the loss reads it, as ``Reference.score`` does.
         """
+        require_batch(batch)
         old = token_logprobs(self.engine, batch, updates, batch.tokens.old_logprobs)
         return replace(batch.with_fields(old_logprobs=old), rescored=True)
 
@@ -157,15 +161,17 @@ class Policy(Scored):
 
         Completions are of the weights that the policy had when they were drawn, unless ``stale`` says that older ones
         are meant. With ``updates`` above 1, ``AdamW(total=…)`` counts each of them; 0 measures the batch and keeps some
-        of its completions, as in first steps that train the critic alone.
+        of its completions, as in first steps that train the critic alone. Rows and comparisons are one update.
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: a batch without advantages, with those of another objective, or without what the loss reads; or
-                sampled from another distribution than this policy scores, from older weights, or by an earlier seed.
+            ValueError: several updates of rows or comparisons; a batch without advantages, with those of another
+                objective, or without what the loss reads; or sampled from another distribution than this policy scores,
+                from older weights, or by an earlier seed.
         """
         change(self)
         if isinstance(self.objective, NLL | ComparisonLoss):
+            require_default({"updates": updates, "stale": stale}, (1, False), f"with {self.objective}")
             self.weights_of = self
         if isinstance(self.objective, NLL):
             if isinstance(batch, list):
@@ -392,7 +398,7 @@ def controlled_terms(objective: rl_fn.Objective, control: Mapping[str, rl_fn.Con
     """
     terms: dict[str, Controlled] = {}
     for name, controller in control.items():
-        term = getattr(objective, name) if name in _TERMS else None
+        term = getattr(objective, name) if name in CONTROLLED else None
         if term is None:
             raise ValueError(
                 f"{objective.name} has no term {name!r} whose coefficient a controller could set. A KL penalty is "

@@ -94,6 +94,8 @@ class ComparisonLoss:
             raise ValueError(f"{self.name} does not take {', '.join(sorted(unknown))}")
         if self.average and any(name.endswith("_lengths") for name in reads(self.name)):
             raise ValueError(f"{self.name} divides by the lengths itself: average must be None or False")
+        if self.name in REWARD_LOSSES and (self.average is not None or self.wpo):
+            raise ValueError(f"{self.name} reads rewards: average and wpo are of losses of a policy")
         if not 0 <= self.shift_momentum < 1:
             raise ValueError(f"shift_momentum must be in [0, 1), got {self.shift_momentum}")
         if "delta" not in self.statistics and self.shift_momentum != SHIFT_MOMENTUM:

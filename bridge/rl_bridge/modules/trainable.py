@@ -1,9 +1,10 @@
 """The parts of a trained module beyond its scores: an optimiser, its schedule, and their state."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,8 @@ from rl_bridge.parallel.mesh import AXES, agree_max, clip_grad_norm
 
 # The optimiser's options and its schedule.
 
+Decay = Literal["constant", "linear", "cosine"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -37,7 +40,7 @@ class OptimizerConfig:
     """Updates that the rate rises over."""
     initial: float | None = None
     """Share of the learning rate that the warm-up begins at. None: the first update has 1 / warmup of the rate."""
-    decay: Literal["constant", "linear", "cosine"] = "linear"
+    decay: Decay = "linear"
     """Form of the way from the highest rate to the last."""
     final: float = 0.1
     """Share of the learning rate that the decay ends at."""
@@ -49,9 +52,13 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
-        if not (self.learning_rate > 0 and self.max_grad_norm > 0 and self.warmup >= 0 and 0 <= self.final <= 1):
+        if self.decay not in get_args(Decay):
+            raise ValueError(f"decay is one of {', '.join(get_args(Decay))}, got {self.decay!r}")
+        if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0) or not (
+            self.warmup >= 0 and 0 <= self.final <= 1
+        ):
             raise ValueError(
-                "need learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
+                "need a finite learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
                 f"{given(self, 'learning_rate', 'max_grad_norm', 'warmup', 'final')}"
             )
         if self.initial is not None and not 0 <= self.initial <= 1:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import Trajectory, single_turn
@@ -106,6 +106,10 @@ class Rewards:
         self._one_at_a_time = threading.Lock()
         if not self._rewards:
             raise ValueError("there is no reward")
+        if none not in get_args(OnNone):
+            raise ValueError(f"none is one of {', '.join(get_args(OnNone))}, got {none!r}")
+        if not all(map(math.isfinite, self._weights)):
+            raise ValueError(f"weights of rewards are finite numbers, got {self._weights}")
         self._check()
 
     @property

@@ -72,6 +72,19 @@ def require_used(options: Any, names: Sequence[str], without: str, *, part: str 
                 raise ValueError(f"--{full.replace('_', '-')} {shown(value)} has no effect {without}")
 
 
+def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], without: str) -> None:
+    """Refuse arguments of a call that nothing would read, unless they have their default values.
+
+    >>> require_default({"updates": 1}, (1,), "with NLL()")
+
+    Raises:
+        ValueError: with the argument's name, its value and ``without``, which says why nothing reads it.
+    """
+    for (name, value), default in zip(arguments.items(), defaults, strict=True):
+        if value != default:
+            raise ValueError(f"{name}={value!r} has no effect {without}")
+
+
 def shown(value: Any) -> str:
     """A value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
