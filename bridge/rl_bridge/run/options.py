@@ -136,6 +136,11 @@ class RunOptions:
         for option in ("checkpoint_every", "keep_checkpoints", "stop_after_skips"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}")
+        if self.dry_run and self.resumed is not None:
+            raise ValueError(
+                "--dry-run ends before a run's folder, and --resume takes one up: what a checkpoint was made with is "
+                "compared by --resume alone, before the first step"
+            )
         if self.system_every < 0:
             raise ValueError(f"system_every must not be negative, got {self.system_every}")
         for tracker in self.tracker_names():

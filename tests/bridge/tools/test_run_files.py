@@ -43,6 +43,14 @@ def test_a_dry_run_prints_options_and_memory_and_writes_nothing(trainer: str, tm
     assert set(tmp_path.iterdir()) == {data, file}
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--resume-anyway"])
+def test_a_dry_run_takes_no_run_up(flag, tmp_path, capsys):
+    """It would pass where the run is refused: there is no such run, or it has other options."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "sft", "--output", str(tmp_path), "--dry-run", flag])
+    assert "--dry-run ends before" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1+1=", "anwser": "2"}) + "\n")
