@@ -52,6 +52,13 @@ def _refused(x: Number | Array, legal: Range) -> bool:
     return not (unread or legal.holds(x.item()))
 
 
+def _number(name: str, given: Any) -> Any:
+    """Return a hyper-parameter as Python's number, or the array that it is."""
+    if given is None or isinstance(given, str | bytes):
+        raise TypeError(f"{name} must be a number, got {given!r}")
+    return given.item() if isinstance(given, np.generic) else given
+
+
 def numbers(dtype: jnp.dtype, legal: Range, label: str | None = None, /, **values: Number) -> list[Constant]:
     """Hyper-parameters by name, checked and ready for arithmetic: Python's numbers, or scalar arrays of the dtype.
 
@@ -60,7 +67,7 @@ def numbers(dtype: jnp.dtype, legal: Range, label: str | None = None, /, **value
     """
     result: list[Constant] = []
     for name, given in values.items():
-        x = given.item() if isinstance(given, np.generic) else given
+        x = _number(name, given)
         if _refused(x, legal):
             got = ", ".join(f"{n}={v}" for n, v in values.items()) if label else x
             raise ValueError(f"{label or name} {legal.words}, got {got}")
@@ -75,7 +82,7 @@ def per_row(shape: Shape, legal: Range, /, **values: Number | Array) -> list[Con
     """Parameters by name, each a number (checked) or an array of the shape, one entry a row."""
     result: list[Constant] = []
     for name, given in values.items():
-        x = given.item() if isinstance(given, np.generic) else given
+        x = _number(name, given)
         if _refused(x, legal):
             raise ValueError(f"{name} {legal.words}, got {x}")
         if np.shape(x) not in ((), shape):
@@ -88,7 +95,7 @@ def repeating(shape: Shape, legal: Range = ANY, /, **values: Number | Array) -> 
     """Parameters by name, each a number (checked) or an array of the shape, with 1 where an axis repeats."""
     result: list[Constant] = []
     for name, given in values.items():
-        x = given.item() if isinstance(given, np.generic) else given
+        x = _number(name, given)
         if _refused(x, legal):
             raise ValueError(f"{name} {legal.words}, got {x}")
         own = np.shape(x)

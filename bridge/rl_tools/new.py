@@ -48,5 +48,7 @@ def run(words: Sequence[str]) -> int:
             stream.write(text)
     except FileExistsError:
         raise ValueError(f"{file} is there already, and stays as it is: give another name") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from error
     say(f"{file}: {len(text.splitlines())} lines; python {file} --help")
     return 0

@@ -44,7 +44,7 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
         distinct = len({_prompt_of(row) for row in rows})
         raise ValueError(
             f"cannot hold out {held_out} distinct prompts of {len(rows)} rows with {distinct} and train on others: "
-            "give a smaller --held-out, more rows, or --eval-data"
+            f"at most {max(0, distinct - 1)} can be held out"
         )
     return train, list(held_prompts.values())
 

@@ -20,7 +20,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
-from rl_bridge.run.options import require_default
+from rl_bridge.run.options import require_default, require_kind
 
 SCORED_BY = {
     "ref_logprobs": "reference.score(batch)",
@@ -137,6 +137,7 @@ class Groups:
 
     def _require_baseline(self, greedy: "Groups") -> None:
         """Refuse a baseline that is not of these prompts, each with one greedy completion."""
+        require_kind("greedy", greedy, Groups, "groups of one greedy completion of each prompt")
         if greedy.sampling.temperature or greedy.sampling.n != 1:
             raise ValueError(
                 "a baseline is one greedy completion of each prompt, SamplingParams(temperature=0.0), got "
@@ -207,7 +208,8 @@ class Groups:
         """All prompts of several scored groups, numbered anew: one batch, and one update with one denominator.
 
         Raises:
-            ValueError: no parts; or some that were sampled in another way or by the same seed, or were not scored.
+            ValueError: no parts; or some that were sampled in another way or by the same seed, that were not scored, or
+                that have a completion in common, which would count twice.
         """
         if not parts:
             raise ValueError("there are no groups to join")
@@ -225,6 +227,9 @@ class Groups:
                 f"{count} of the joined groups have the seed {seed}, and drew by the same random numbers at each "
                 "place: give each generate of a step a seed of its own, as step + (round << 48)"
             )
+        drawn = Counter((part.drawn, t.request_id) for part in parts for t in part.trajectories if t.request_id)
+        if twice := [request for (_, request), times in drawn.items() if times > 1]:
+            raise ValueError(f"{len(twice)} completions stand in two of the joined groups, and would count twice")
         sampled = joined([part.scored for part in parts])
         sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
         exact = all(part.exact for part in parts)

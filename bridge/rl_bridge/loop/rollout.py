@@ -21,7 +21,7 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards import with_rows
-from rl_bridge.run.options import require_default
+from rl_bridge.run.options import require_default, require_kind
 
 
 class Rollout:
@@ -51,7 +51,9 @@ class Rollout:
         workers: int | None = None,
         turns: Turns | None = None,
     ) -> None:
+        require_kind("model", model, Model, "one of load_model(…)")
         options = RolloutOptions() if options is None else options
+        require_kind("options", options, RolloutOptions, "RolloutOptions(…)")
         executor = current_executor()
         self.model, self.exact, self._budget = model, options.exact, options.budget()
         mesh, self.turns = Mesh(replicate=len(executor.slots)), turns
@@ -82,6 +84,7 @@ class Rollout:
         Raises:
             ValueError: a row that is no prompt, with its number, the field and what was expected.
         """
+        require_kind("sampling", sampling, SamplingParams, "SamplingParams(n=…, max_new_tokens=…)")
         rows = in_hand(rows, model=self.model)
         drawn = completions(self.engine, **self._budget)(rows, sampling)
         return self._groups(drawn, rows, sampling)
@@ -115,6 +118,7 @@ class Rollout:
             ValueError: tools and an environment, or neither; a function that does not describe itself; a chat template
                 without tools, or one whose calls are not JSON.
         """
+        require_kind("sampling", sampling, SamplingParams, "SamplingParams(n=…, max_new_tokens=…)")
         rows = in_hand(rows, any_row)
         factory = self.environment_of(rows, environment, tools, parse)
         limits: dict[str, Any] = {"max_tokens": max_tokens, "step_timeout": step_timeout, "processes": processes}

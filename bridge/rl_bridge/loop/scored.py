@@ -25,6 +25,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import Decay, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, MeshOptions
+from rl_bridge.run.options import require_kind
 from rl_bridge.run.run import Stateful
 
 AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)
@@ -106,6 +107,7 @@ class Scored:
         apart_from: Sequence[Placed] = (),
         turns: Turns | None = None,
     ) -> None:
+        require_kind("model", model, Model, "one of load_model(…)")
         executor = current_executor()
         foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
         mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
@@ -251,6 +253,8 @@ class Teacher(Scored):
         apart_from: Sequence[Placed] = (),
         turns: Turns | None = None,
     ) -> None:
+        for name, one in (("model", model), ("student", student)):
+            require_kind(name, one, Model, "one of load_model(…)")
         require_vocabulary(model.tokenizer, student.tokenizer)
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.engine = self.engines.teacher(model.source, scoring or ScoringConfig())

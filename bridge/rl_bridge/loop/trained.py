@@ -41,8 +41,8 @@ from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.training import LoRAOptions, trained_part
-from rl_bridge.run.options import require_default
+from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
+from rl_bridge.run.options import require_default, require_kind
 from rl_bridge.run.run import Stateful
 
 _REMEMBERED = 64
@@ -96,7 +96,10 @@ class Policy(Scored):
         rehearsed: bool = False,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
-        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
+        learnt = "an objective: rl_fn.recipes.grpo(), preference_loss(…), NLL()"
+        require_kind("objective", objective, (rl_fn.Objective, ComparisonLoss, NLL), learnt)
+        require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
+        self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
         self.objective, self.optimizer = objective, optimizer
@@ -290,6 +293,8 @@ class Policy(Scored):
             raise ValueError(
                 "an Ahead draws with this rollout, while the policy trains: ahead.sync() gives it the weights"
             )
+        if not hasattr(target, "engine"):
+            require_kind("target", target, (Rollout, Scored), "a Rollout, a Reference or another Policy")
         self.watch(target)
         if isinstance(target, Reference):
             self.engine.follow(target.engine, share)

@@ -20,7 +20,8 @@ from rl_bridge.models.model_source import ModelSource, PretrainedValueSource, Va
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.training import LoRAOptions, trained_part
+from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
+from rl_bridge.run.options import require_kind
 
 
 class Critic(Scored):
@@ -50,6 +51,8 @@ class Critic(Scored):
         turns: Turns | None = None,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
+        require_kind("objective", objective, rl_fn.Objective, "one with a critic, as rl_fn.recipes.ppo()")
+        require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
         if objective.value is None:
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
         self.objective, self.optimizer = objective, optimizer
@@ -71,6 +74,7 @@ class Critic(Scored):
         Raises:
             ValueError: a batch without advantages.
         """
+        require_batch(batch)
         change(self)
         _, counted = selected(batch, self.objective)
         metrics: dict[str, float] = {}
@@ -118,8 +122,10 @@ class RewardModel(Scored):
         rehearsed: bool = False,
     ) -> None:
         super().__init__(model, mesh, parallel, turns=turns)
+        require_kind("loss", loss, ComparisonLoss, 'one of rewards: preference_loss("bradley_terry")')
+        require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
         self.loss, self.optimizer = loss, optimizer
-        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
+        self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
         require_no_temperature(scoring or ScoringConfig(), loss)
         self.engines.source = ValueSource(model.source, pad_token=model.pad_token)
         self.engines.trained = trained_part(self.engines.source, self.lora, self.freeze, seed)
@@ -129,7 +135,12 @@ class RewardModel(Scored):
         self.engine = self.engines.reward_model(optimizer, loss, **options)
 
     def update(self, batch: PairBatch) -> Metrics:
-        """One step of the optimiser on a batch of comparisons."""
+        """One step of the optimiser on a batch of comparisons.
+
+        Raises:
+            TypeError: a batch of anything else.
+        """
+        require_kind("batch", batch, PairBatch, "comparisons, as load_rows(data, model, loss).batch(64) gives")
         change(self)
         return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
 

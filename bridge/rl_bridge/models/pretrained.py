@@ -82,6 +82,8 @@ def tokenizer_of(name: str, *, alone: bool = False) -> PreTrainedTokenizerBase:
 
 def new_for_rows(rows: Sequence[Mapping[str, Any]], *, seed: int) -> tuple[ModelSource, PreTrainedTokenizerBase]:
     """A tiny Qwen2 and a character tokenizer over the characters of the rows' prompts and responses."""
+    if not rows:
+        raise ValueError("a new model's tokenizer has the characters of the rows, and there are no rows")
     for row in rows:
         if not isinstance(row.get("prompt"), str):
             raise ValueError(f"{row.get('_where', 'a row')}: chat messages need a model with a chat template (--model)")

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -52,6 +52,12 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            number = int if option.name in ("warmup", "total") else int | float
+            is_number = isinstance(value, number) and not isinstance(value, bool)
+            if option.name != "decay" and value is not None and not is_number:
+                raise TypeError(f"{option.name} is a {'whole ' * (number is int)}number, got {value!r}")
         if self.decay not in get_args(Decay):
             raise ValueError(f"decay is one of {', '.join(get_args(Decay))}, got {self.decay!r}")
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0) or not (

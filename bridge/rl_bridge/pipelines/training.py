@@ -71,6 +71,17 @@ class LoRAOptions:
         return LoRASource(source, self.rank, alpha, targets, self.use_rslora, seed=seed)  # type: ignore[return-value]
 
 
+def patterns_of(freeze: Sequence[str]) -> tuple[str, ...]:
+    """The patterns of parameters to freeze.
+
+    Raises:
+        TypeError: a text, which is a sequence of its characters.
+    """
+    if isinstance(freeze, str):
+        raise TypeError(f"freeze is several patterns, got one text: freeze=({freeze!r},)")
+    return tuple(freeze)
+
+
 def trained_part(source: ModelSource, lora: LoRAOptions, freeze: Sequence[str], seed: int) -> ModelSource:
     """The model with its trained part: adapters in it or all of it, without the frozen parameters.
 
@@ -151,6 +162,8 @@ class TrainingOptions(RunOptions, PlacementOptions):
             if getattr(self, option) == "":
                 raise ValueError(f"{option} names a file, a folder or an id of the hub, and is empty")
             require_characters(getattr(self, option), option)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to 2³² − 1, got {self.seed}")
         if self.chat_template == Path():
             raise ValueError("chat_template names a file, and is empty or the working directory")
         for option in ("held_out", "threads"):

@@ -85,6 +85,20 @@ def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], witho
             raise ValueError(f"{name}={value!r} has no effect {without}")
 
 
+def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+    """Refuse an argument of a call that is no object of its kind.
+
+    >>> require_kind("steps", 3, int, "a whole number")
+
+    Raises:
+        TypeError: with the argument's name, what is ``expected``, and the value.
+    """
+    if not isinstance(value, kind):
+        text = repr(value)
+        text = text if len(text) <= 80 else f"{text[:80]}…"
+        raise TypeError(f"{name} is {expected}, got {type(value).__name__} {text}")
+
+
 def shown(value: Any) -> str:
     """A value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -105,7 +105,8 @@ def test_a_seed_draws_once(policy, rollout):
         Groups.joined([drawn(rollout, 4), drawn(rollout, 3), drawn(rollout, 3)])
     assert len(Groups.joined([drawn(rollout, 4), drawn(rollout, 3)]).rewards) == 4
     greedy = replace(SAMPLING, temperature=0.0)
-    assert len(Groups.joined([rollout.generate(PROMPTS, greedy).score(reward)] * 2).rewards) == 16
+    twice = [rollout.generate(PROMPTS, greedy).score(reward) for _ in range(2)]
+    assert len(Groups.joined(twice).rewards) == 16
 
 
 def test_advantages_are_of_the_objective_that_is_trained(policy, rollout):
