@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
 
-from rl_bridge.common.terminal import say
+from rl_bridge.common.terminal import remark, say
 from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, is_fixed, read_run_files
 
 if TYPE_CHECKING:
@@ -144,8 +144,16 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
     default = load(TRAINERS[trainer].default)
     options = options_of(default if isinstance(default, type) else default(()))
     on_command_line = {plain(word) for word in words if word.startswith("--")}
-    chosen = {word.partition(":")[0] for word in words if word.partition(":")[0] in options.recipes}
+    parts = (word.partition(":") for word in words)
+    chosen = {holder: recipe for holder, _, recipe in parts if holder in options.recipes}
+    last = {
+        holder: dashed(str(settings[name].value))
+        for holder in options.recipes
+        for name in (holder, f"{holder}.name")
+        if name in settings
+    } | chosen
     recipes, before, behind = {}, [], []
+    unread: dict[str, list[str]] = {}
     for key, setting in settings.items():
         holder = key.removesuffix(".name")
         if holder in options.recipes and key not in options.kinds:
@@ -158,14 +166,28 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
         of_recipe = options.of_recipe(key)
         if key not in options.kinds and of_recipe is None:
             raise ValueError(f"{setting.file}: {_did_you_mean(key, options.near(key))}")
-        if key not in on_command_line:
+        if of_recipe is not None and _is_of_another(key, setting, of_recipe[0], options, last):
+            unread.setdefault(f"{setting.file}: of {of_recipe[0]} {setting.names[of_recipe[0]]}", []).append(key)
+        elif key not in on_command_line:
             kind = options.kinds[key] if of_recipe is None else options.of_recipes[key]
             (before if of_recipe is None else behind).extend(_words_of_value(key, setting, kind))
             if of_recipe is not None:
                 recipes.setdefault(of_recipe[0], options.defaults.get(of_recipe[0]))
+    for whose, keys in unread.items():
+        remark(f"{whose}, in whose place there is another one, {', '.join(keys)} are not read")
     # An option of a recipe has to stand behind the recipe's word.
     named = [f"{holder}:{recipe}" for holder, recipe in recipes.items() if holder not in chosen]
     return [*before, *named, *words, *behind]
+
+
+def _is_of_another(key: str, setting: Setting, holder: str, options: "TrainerOptions", last: Mapping[str, str]) -> bool:
+    """Whether an option is a constant of a recipe in whose place another one has come, from a later file or a word.
+
+    Options that all recipes have, as the KL penalty's, are of none of them. ``last``: the recipes that are taken.
+    """
+    own = setting.names.get(holder)
+    of_all = all(key in names for names in options.recipes[holder].values())
+    return own is not None and not of_all and dashed(str(own)) != last[holder]
 
 
 def plain(word: str) -> str:
@@ -187,7 +209,7 @@ def _words_of_value(key: str, setting: Setting, kind: Any) -> list[str]:
     value = setting.value
     if not _fits(value, kind):
         raise ValueError(f"{setting.file}: {key} must be {_in_words(kind)}, got {value!r}")
-    if isinstance(value, bool):
+    if isinstance(value, bool) and kind is bool:  # one that may be None as well takes a word
         head, dot, last = key.rpartition(".")
         return [f"--{key}" if value else f"--{head}{dot}no-{last}"]
     if isinstance(value, list) and len(value) != 1:

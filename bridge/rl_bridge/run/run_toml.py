@@ -90,6 +90,8 @@ class Setting:
 
     value: Any
     file: Path
+    names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Part of the options → the name that this file gives it, as objective → gspo."""
 
 
 def read_run_files(files: Sequence[Path]) -> dict[str, Setting]:
@@ -106,11 +108,12 @@ def read_run_files(files: Sequence[Path]) -> dict[str, Setting]:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from error
         except ValueError as error:  # of the syntax or of the encoding
             raise ValueError(f"{file} is no TOML: {error}") from error
-        options: dict[str, Setting] = {}
-        for name, value in _flat(content, ""):
+        flat, options = list(_flat(content, "")), {}
+        names = {name.removesuffix(".name"): value for name, value in flat}
+        for name, value in flat:
             if name in options:
                 raise ValueError(f"{file} has {name} twice")
-            options[name] = Setting(value, file)
+            options[name] = Setting(value, file, names)
         settings |= options
     return settings
 

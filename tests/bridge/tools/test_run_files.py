@@ -3,13 +3,15 @@
 import json
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import pytest
 
+from rl_bridge.common.terminal import remarks
 from rl_bridge.models.small import TinySource
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
-from rl_tools.trainers import TRAINERS
+from rl_tools.trainers import TRAINERS, config_of
 from rl_train.policy_configs import quickstart
 
 SMALL = {
@@ -105,3 +107,32 @@ def test_a_study_has_the_options_of_a_file_but_its_own(tmp_path, monkeypatch):
     assert "--packing" in fixed and "--policy.steps=240" in fixed and "objective:dapo" in fixed
     assert not any(word.startswith(("--seed", "--name", "--output", "--optimizer.learning-rate")) for word in fixed)
     assert studies[0].about["trainer"] == "policy" and studies[0].folder == tmp_path / "tune"
+
+
+LAYERS = {
+    "a preference": ("preference", "loss", "dpo", {"beta": 0.3}, "simpo", {"average": True}),
+    "an objective": ("policy", "objective", "dapo", {"clip-high": 0.4}, "gspo", {"kl.coef": 0.01}),
+}
+"""Trainer, part, a recipe with constants, another recipe that has constants of these names, options of every recipe."""
+
+
+@pytest.mark.parametrize("over", ["file", "word", "the same again"])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_constants_are_of_the_recipe_that_their_file_names(layers, over, tmp_path):
+    trainer, part, recipe, constants, other, shared = LAYERS[layers]
+    lines = (f"{name} = {str(value).lower()}" for name, value in {**constants, **shared}.items())
+    base, above = tmp_path / "base.toml", tmp_path / "above.toml"
+    base.write_text(f'trainer = "{trainer}"\n[{part}]\nname = "{recipe}"\n' + "\n".join(lines))
+    taken = recipe if over == "the same again" else other
+    above.write_text(f'[{part}]\nname = "{taken}"\n')
+    words = [str(base), *([f"{part}:{taken}"] if over == "word" else [str(above)])]
+    remarks()
+    _, config = config_of(words, "train")
+    own, plain_one = getattr(config, part), getattr(config_of([trainer, f"{part}:{taken}"], "train")[1], part)
+    for name, value in constants.items():
+        expected = value if taken == recipe else getattr(plain_one, name.replace("-", "_"))
+        assert getattr(own, name.replace("-", "_")) == expected
+    for name, value in shared.items():
+        assert attrgetter(name)(own) == value
+    told = [line for line in remarks() if f"{part}.{next(iter(constants))} are not read" in line]
+    assert len(told) == (taken != recipe)

@@ -44,6 +44,12 @@ def test_a_run_with_every_loss_of_reward_models_is_its_file(loss: str, tmp_path)
     returns(RewardModelPipeline(loss=REWARD_MODEL_LOSSES[loss]()), tmp_path)
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_switch_that_may_be_left_to_the_recipe_is_in_its_file(value: bool | None, tmp_path):
+    returns(PreferencePipeline(loss=LOSSES["dpo"](average=value)), tmp_path)
+    returns(replace(quickstart(), objective=ALGORITHMS["grpo"](dynamic_sampling=value)), tmp_path)
+
+
 WORDS = {
     "a model, and options of every type": [
         *("--model", "org/Small-1B", "--data", 'a "quoted" file.jsonl', "--micro-batch-tokens", "auto", "--packing"),
