@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,17 +42,30 @@ def options_of(config: Any, prefix: str = "") -> dict[str, Any]:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """A phrase for each name whose values differ, in the order of ``now``.
 
+    The settings of a loop's objects have the names that Python has for them.
+
     >>> differences({"policy.steps": 8, "seed": 0}, {"policy.steps": 9, "seed": 0})
     ['--policy.steps was 8 and is 9']
+    >>> differences({"state": {"policy": {"lr": 1}}}, {"state": {"policy": {"lr": 2}}})
+    ['policy.lr was 1 and is 2']
     """
-    names = [*now, *(name for name in before if name not in now)]
-    pairs = [(name, before.get(name, _ABSENT), now.get(name, _ABSENT)) for name in names]
     # As text: NaN differs from itself, and 1 equals True.
     return [
-        f"--{name.replace('_', '-')} was {_text(old)} and is {_text(new)}"
-        for name, old, new in pairs
+        f"{name.removeprefix('state.') if name.startswith('state.') else '--' + name.replace('_', '-')} was "
+        f"{_text(old)} and is {_text(new)}"
+        for name, old, new in _pairs(before, now)
         if _text(old) != _text(new)
     ]
+
+
+def _pairs(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, value before and value now, down to values that are no mappings on both sides."""
+    for name in [*now, *(name for name in before if name not in now)]:
+        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _pairs(old, new, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", old, new
 
 
 def _text(value: Any) -> str:
@@ -119,8 +132,9 @@ def _open(
     identity = {"options": scrubbed(options_of(config)), "fingerprints": dict(fingerprints)}
     changes = [] if state is None else _changes(state, identity)
     if changes and not anyway:
+        anyway_on = "--resume-anyway" if getattr(config, "trainer", "") else "Run(…, resume_anyway=True)"
         raise ValueError(
-            f"{path} was made with other options: {'; '.join(changes)}. Give the old ones, or --resume-anyway to go on "
+            f"{path} was made with other options: {'; '.join(changes)}. Give the old ones, or {anyway_on} to go on "
             "with the new ones"
         )
     if path is None and resume:
