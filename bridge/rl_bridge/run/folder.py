@@ -132,7 +132,7 @@ def _open(
     identity = {"options": scrubbed(options_of(config)), "fingerprints": dict(fingerprints)}
     changes = [] if state is None else _changes(state, identity)
     if changes and not anyway:
-        anyway_on = "--resume-anyway" if getattr(config, "trainer", "") else "Run(…, resume_anyway=True)"
+        anyway_on = "Run(…, resume_anyway=True)" if hasattr(config, "state") else "--resume-anyway"
         raise ValueError(
             f"{path} was made with other options: {'; '.join(changes)}. Give the old ones, or {anyway_on} to go on "
             "with the new ones"
