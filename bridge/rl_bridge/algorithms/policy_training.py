@@ -1,6 +1,7 @@
 """Policy optimisation on rewarded completions (GRPO, RLOO, PPO with a critic …): the loop, and a step's updates."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def minibatches_of(
     Raises:
         ValueError: a ``count`` that is no number of updates.
     """
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, Integral) or count < 1:
         raise ValueError(f"updates is the number of a batch's updates, whole and at least 1, got {count!r}")
     for share in counted.any(1).nonzero()[:, 0].tensor_split(count):
         index = share[computed[share]]

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -341,7 +342,7 @@ class Rows:
         Raises:
             ValueError: rows were left out, and fewer than ``count`` are left; or ``count`` is no number of rows.
         """
-        if not isinstance(count, int) or count < 0:
+        if not isinstance(count, Integral) or count < 0:
             raise ValueError(f"rows are taken by their number, whole and not negative, got {count!r}")
         if count > self.count and self.census.left_out:
             raise ValueError(f"a step takes {count} rows, of {self.census.line()}")

@@ -141,7 +141,7 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
     Raises:
         ValueError: a parameter that nothing is stored for, a stored tensor that the model does not have, another shape,
             or two tied names stored with different values: nothing has then been read but tied tensors. Or weights of
-            a file that are NaN or infinite, or whole numbers of the model that are stored as another type.
+            a file that are NaN or infinite, or stored numbers that a model's type of whole numbers does not hold.
     """
     names = require_fit(model, stored)
     for target, aliases in names.items():
@@ -152,8 +152,10 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
             if not torch.equal(stored.read(other, index), values):
                 raise ValueError(f"{present[0]!r} and {other!r} are one tensor in the model, but differ where stored")
         local = target.to_local() if isinstance(target, DTensor) else target
-        if not local.is_floating_point() and values.dtype != local.dtype:  # a copy would cut off what does not fit
-            raise ValueError(f"{present[0]!r} is {local.dtype} in the model, stored is {values.dtype}")
+        if not local.is_floating_point() and not torch.equal(values.to(local.dtype).to(values.dtype), values):
+            raise ValueError(
+                f"{present[0]!r} is {local.dtype} in the model, and {values.dtype} with other numbers where stored"
+            )
         local.copy_(values)
         file = stored.file_of(present[0])
         if file is not None and isinstance(target, nn.Parameter):  # a buffer may hold −inf, as masks do

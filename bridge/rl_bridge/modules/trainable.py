@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -54,10 +55,10 @@ class OptimizerConfig:
         """Refuse what cannot train."""
         for option in fields(self):
             value = getattr(self, option.name)
-            number = int if option.name in ("warmup", "total") else int | float
+            number = Integral if option.name in ("warmup", "total") else Real
             is_number = isinstance(value, number) and not isinstance(value, bool)
             if option.name != "decay" and value is not None and not is_number:
-                raise TypeError(f"{option.name} is a {'whole ' * (number is int)}number, got {value!r}")
+                raise TypeError(f"{option.name} is a {'whole ' * (number is Integral)}number, got {value!r}")
         if self.decay not in get_args(Decay):
             raise ValueError(f"decay is one of {', '.join(get_args(Decay))}, got {self.decay!r}")
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0) or not (

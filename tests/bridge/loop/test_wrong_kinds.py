@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 import rl_fn
@@ -130,6 +131,12 @@ def test_numbers_of_an_optimiser(option, value):
     else:
         with pytest.raises(TypeError, match=rf"{option} is a .*number, got {re.escape(repr(value))}"):
             AdamW(**options)
+
+
+def test_numbers_of_numpy_are_numbers(groups, policy):
+    assert AdamW(np.float32(1e-3), warmup=np.int64(3), total=np.int64(9)).scale(3, 9) == 1.0
+    assert len(load_rows(PROMPTS).take(np.int64(3))) == 3
+    assert policy.score(groups.batch().with_advantages(GRPO), updates=np.int64(2)).rescored
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "simpo"])
