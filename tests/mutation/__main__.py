@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.mutation import by_hand
+from tests.mutation import by_hand, entered
 from tests.mutation.equivalents import read
 from tests.mutation.patch import Package
 from tests.mutation.report import sample, write
@@ -55,6 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nearest", type=int, default=0, help="test files of a mutant of rl_bridge; 0: all in reach")
     parser.add_argument("--explained-seconds", type=float, default=2.0, help="for one explained as equivalent")
     parser.add_argument("--out", type=Path, default=ROOT / "experiments/results/mutation")
+    parser.add_argument(
+        "--record", action="store_true", help="first, which tests run which lines: as long as the tests"
+    )
     parser.add_argument("--only-report", action="store_true", help="of the results so far")
     options = parser.parse_args(arguments)
     name, tests, seconds = PACKAGES[options.package]
@@ -62,6 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
     folder = ROOT / name
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     store = Store(base / f"{options.package}_mutation" / "results.json", folder, ROOT / tests)
+    if options.record and options.package == "rl_fn":
+        parser.error("--record is for packages whose mutants run in processes of their own, got rl_fn")
+    if options.record:
+        entered.record(ROOT, name, [tests], options.processes, store.record)
     package = Package(folder, options.package)
     chosen = chosen_of(package, options)
     # An explained mutant is run to see that the explanation is not wrong, not in the hope of killing it.

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.mutation.entered import Entered
 from tests.mutation.worker import ROOT
 
 LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis", "pytest", "torch", "transformers")
@@ -31,6 +32,8 @@ LIBRARIES = ("numpy", "jax", "jax.numpy", "jaxtyping", "beartype", "hypothesis",
 CASES = 3
 # Test files of one process: collecting all that reach a file costs more than most tests, and most kills are near.
 NEAR, STAGE = 2, 6
+# Tests of one process, where a record says which tests run a line.
+FIRST_TESTS, MORE_TESTS = 16, 60
 # A test alone has ALONE_SECONDS; with the mutant it hangs after SLOWER times what it took without, and HANG_SECONDS.
 ALONE_SECONDS, SLOWER, HANG_SECONDS = 240.0, 10.0, 20.0
 # Limits are of processor time, which a busy machine gives out slowly: at most BUSY times as long by the clock.
@@ -200,24 +203,36 @@ class Plugin:
             self.write()
 
 
-def stages(files: Sequence[str]) -> Iterator[Sequence[str]]:
-    yield files[:NEAR]
-    for start in range(NEAR, len(files), STAGE):
-        yield files[start : start + STAGE]
+def stages(files: Sequence[str], first: int = NEAR, more: int = STAGE) -> Iterator[Sequence[str]]:
+    yield files[:first]
+    for start in range(first, len(files), more):
+        yield files[start : start + more]
 
 
-def copy(folder: Path) -> None:
+def of_each_some(tests: Sequence[str]) -> list[str]:
+    """Some cases of every test before more of any, else as they are."""
+    seen: dict[str, int] = {}
+
+    def rank(number: int) -> tuple[bool, int]:
+        test = tests[number].split("[")[0]
+        seen[test] = seen.get(test, 0) + 1
+        return seen[test] > CASES, number
+
+    return [tests[number] for *_, number in sorted(map(rank, range(len(tests))))]
+
+
+def copy(folder: Path, root: Path = ROOT) -> None:
     """The repository's files, tracked or not, without what git ignores."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
+        cwd=root,
         check=True,
         capture_output=True,
     )
     for name in listed.stdout.decode().split("\0"):
-        if name and (ROOT / name).is_file():
+        if name and (root / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(root / name, folder / name)
 
 
 OURS = ("tests", "rl_fn", "rl_bridge", "rl_kernels", "rl_train", "rl_tools")
@@ -276,9 +291,10 @@ def alone(test: str) -> list[str]:
 class Server:
     """Runs the tests of one mutant after another, each in a forked process; see serve."""
 
-    def __init__(self, folder: Path, package: str, tests: str = "tests/bridge") -> None:
+    def __init__(self, folder: Path, package: str, tests: str = "tests/bridge", record: Path | None = None) -> None:
         self.folder, self.package = folder, package
         self.reach = Reach(folder, folder / tests)
+        self.entered = Entered(record, folder) if record is not None else None
         self.stamp = int(time.time())
         # Seconds that a test takes alone without any mutant; None if it does not pass so.
         self.steady: dict[str, float | None] = {}
@@ -296,25 +312,44 @@ class Server:
         near = [*(test for test in first if test in near), *(test for test in near if test not in first)]
         return [*doctests, *(near[:nearest] if nearest else near)]
 
+    def recorded(self, path: Path, line: int, first: Sequence[str]) -> list[str]:
+        """Test files newer than the record that reach the file, then the recorded tests that run the line."""
+        if self.entered is None or not line:
+            return []
+        name = path.relative_to(self.folder).as_posix()
+        tests = of_each_some(self.entered.of(name, path.read_text(encoding="utf-8"), line))
+        tests = sorted(tests, key=lambda test: test.split("::")[0] not in first)
+        return [*(file for file in self.reach.of(path) if not self.entered.is_same(file)), *tests] if tests else []
+
     def run(
-        self, file: str, source: str, owner: str, seconds: float, first: Sequence[str] = (), nearest: int = 0
+        self,
+        file: str,
+        source: str,
+        owner: str,
+        seconds: float,
+        first: Sequence[str] = (),
+        nearest: int = 0,
+        line: int = 0,
     ) -> tuple[str, str, float, int, list[str]]:
         """Status, the test that kills alone, seconds by the clock, how many tests ran, the files whose tests did.
 
         ``seconds``: of processor time, for a mutant that survives. The files ``first`` come first; with ``nearest``
-        only so many of the files that reach the mutant's are run.
+        only so many of the files that reach the mutant's are run. Where a record says which tests run the ``line``,
+        those are run instead.
         """
         path = self.folder / self.package / file
         original = path.read_text(encoding="utf-8")
-        chosen = self.chosen(path, first, nearest)
+        tests = self.recorded(path, line, first)
+        chosen = tests or self.chosen(path, first, nearest)
         if not chosen:
             return "uncovered", "", 0.0, 0, []
-        words = words_of(ast.parse(original), owner, file)
+        # Recorded tests are in their order, and a test of this process is named after nothing.
+        words = () if tests else words_of(ast.parse(original), owner, file)
         begun, ran, spent = time.monotonic(), 0, 0.0
         without: list[str] = []
         used: list[str] = []
-        for files in stages(chosen):
-            used += files if spent < seconds else []
+        for files in stages(chosen, FIRST_TESTS, MORE_TESTS) if tests else stages(chosen):
+            used += sorted({name.split("::")[0] for name in files} - set(used)) if spent < seconds else []
             while files and (left := seconds - spent) > 0:
                 with self.mutated(path, original, source):
                     outcome = self.tests(files, left, words, without)
@@ -389,7 +424,7 @@ class Server:
         return None, used
 
 
-def serve(connection: Connection, package: str, compiled: str) -> None:
+def serve(connection: Connection, package: str, compiled: str, record: Path) -> None:
     """Entry point of the process that forks: the libraries imported, no JAX backend started, nothing of ours loaded."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(19)
@@ -416,7 +451,7 @@ def serve(connection: Connection, package: str, compiled: str) -> None:
         for name in third_party(Path(package).name):
             with contextlib.suppress(ImportError):
                 __import__(name)
-        server = Server(folder, package)
+        server = Server(folder, package, record=record)
         connection.send("ready")
         while (request := connection.recv()) is not None:
             try:

@@ -110,6 +110,7 @@ class Store:
 
     def __init__(self, path: Path, folder: Path = ROOT / "rl_fn", tests: Path = ROOT / "tests/rl_fn") -> None:
         self.path = path
+        self.record = path.with_name("entered.json")
         self.data: dict[str, Any] = {"results": {}}
         if path.exists():
             self.data = json.loads(path.read_text(encoding="utf-8"))
@@ -266,7 +267,7 @@ class Forks:
         connection, child = context.Pipe()
         folder = self.package.folder.relative_to(ROOT).as_posix()
         compiled = str(self.store.path.with_name("compiled"))
-        process = context.Process(target=forked.serve, args=(child, folder, compiled), daemon=True)
+        process = context.Process(target=forked.serve, args=(child, folder, compiled, self.store.record), daemon=True)
         process.start()
         child.close()
         connection.recv()
@@ -279,7 +280,9 @@ class Forks:
                 with self.lock:  # one tree for all threads
                     source = self.package.source(mutant)
                     killers = self.store.killers(mutant.file)
-                connection.send((mutant.file, source, mutant.owner, self.budget(mutant), killers, self.nearest))
+                line = mutant.line if mutant.default_of is None else mutant.lines[-1]
+                request = (mutant.file, source, mutant.owner, self.budget(mutant), killers, self.nearest, line)
+                connection.send(request)
                 status, by, seconds, ran, files = connection.recv()
                 if status == "broken":  # no verdict, so no result: a later run tries again
                     self.progress.write(f"{mutant.id}: {by}")
