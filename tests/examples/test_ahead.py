@@ -26,6 +26,8 @@ from rl_bridge.environments import Step
 from tests.support import warm
 from tests.support.results import metrics
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"steps": 3, "prompts": 4, "n": 4, "max_new_tokens": 5, "lr": 0.02}
 

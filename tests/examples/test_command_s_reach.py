@@ -26,6 +26,8 @@ from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_tools.cli import main
 from tests.support.results import metrics
 
+pytestmark = pytest.mark.long
+
 REWARD = """import zlib
 
 def unlike(completion, row):

@@ -11,6 +11,8 @@ from rl_tools.cli import main
 from tests.support import warm
 from tests.support.results import metrics
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"steps": 2, "prompts": 4, "n": 4, "max_new_tokens": 5, "lr": 0.02}
 LENGTH = "def reward(completion, row):\n    return len(completion) + 0.1 * completion.count('1')\n"

@@ -12,6 +12,8 @@ from rl_bridge.models.small import TinySource
 from rl_tools.cli import main
 from tests.support.results import metrics
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SIZES = {"seed": 1, "held_out": 8, "warm_steps": 2, "warm_rows": 8, "steps": 3, "prompts": 4, "evaluate_every": 2}
 WORDS = {

@@ -37,6 +37,7 @@ def test_the_language_is_whole(vocabulary, length, count):
     assert (logprobs(lang, table)[~lang.mask] == 0).all()
 
 
+@pytest.mark.long
 def test_kl_as_loss(setting):
     rows = estimators.kl_as_loss(setting)
     against_reverse = {name: reverse.error for name, (reverse, _) in rows.items()}
@@ -83,6 +84,7 @@ def test_advantages_from_a_critic_on_other_rollouts(setting):
     assert all(row.error > 1e-3 for row in rows.values())
 
 
+@pytest.mark.long
 def test_group_methods():
     # Groups of four: of three, 0/1 rewards that differ all have the same std.
     rows = estimators.group_methods([estimators.setting(3, 2, 0), estimators.setting(3, 2, 10, right=0.3)], group=4)
@@ -107,6 +109,7 @@ def test_one_prompt_of_right_and_wrong_keeps_its_direction_under_the_std(setting
     assert compare(grouped(setting.lang, setting.policy, whitened, graded, 3), truth).cosine < 1 - 1e-6
 
 
+@pytest.mark.long
 def test_off_policy():
     rows = estimators.off_policy(estimators.setting(3, 2, 1, distance=1.0), group=2)
     assert rows["sequence, untruncated"].error < EXACT

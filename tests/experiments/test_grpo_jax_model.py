@@ -72,6 +72,7 @@ def test_logits_equal_torch_left_padding_included(tmp_path, options):
     np.testing.assert_allclose(np.asarray(logits)[valid], expected[valid], atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_written_folder_loads_in_transformers(tmp_path, tied):
     source, target = tmp_path / "source", tmp_path / "target"
@@ -123,6 +124,7 @@ def test_architecture_that_is_not_computed_is_refused(tmp_path, change):
         Qwen2Config.from_huggingface(config | change)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "objective",
     [rl_fn.recipes.dapo(), rl_fn.recipes.grpo(kl_coef=0.1).replace(entropy=rl_fn.components.EntropyBonus(0.01))],

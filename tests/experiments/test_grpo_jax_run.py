@@ -19,6 +19,8 @@ from experiments.flax_qwen2 import Qwen2, Qwen2Config, save_pretrained
 from experiments.flax_qwen2.run_folder import RunFolder
 from tests.support import warm
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = (
     *("--warm-start-steps", "3", "--warm-start-batch", "8", "--steps", "3", "--held-out", "30"),

@@ -13,6 +13,8 @@ import rl_fn
 from experiments.flax_qwen2 import Completions, Qwen2, Qwen2Config, completion_logprobs, generate
 from experiments.flax_qwen2.learner import Problems, Sampling, build_learner, data_mesh
 
+pytestmark = pytest.mark.long
+
 CONFIG = Qwen2Config(
     vocab_size=9,
     hidden_size=24,

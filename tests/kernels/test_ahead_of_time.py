@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 TARGETS = ["sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950"]
 

@@ -92,6 +92,7 @@ def test_a_fault_is_in_the_living_code_and_taken_back(package, before, after, ow
     assert ast.unparse(ast.parse(SOURCE)) == ast.unparse(toy.trees["code.py"])
 
 
+@pytest.mark.long
 def test_the_nearest_tests_come_first():
     reach = Reach(ROOT, ROOT / "tests" / "bridge")
     adapters, process = (

@@ -12,6 +12,8 @@ import pytest
 from tests.mutation.forked import BROKEN, NO_TESTS, Outcome, alone, blamed
 from tests.mutation.worker import ROOT
 
+pytestmark = pytest.mark.long
+
 SOURCE = "def double(x):\n    return 2 * x\n"
 TESTS = """
 from code_under_test import double

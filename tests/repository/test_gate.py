@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PASSES, RERUN = "def test_passes(): pass\n", "def test_second(n=[]):\n    n.append(0)\n    assert len(n) > 1, 'once'\n"
 FAILS = "def test_fails(): assert 'this' == 'that'\n"

@@ -139,6 +139,7 @@ def test_bridge_loads_no_rollout_engine_and_no_cluster():
     assert _loaded("rl_bridge", {"vllm", "sglang", "ray", "wandb", "mlflow", "trackio", "optuna"}) == set()
 
 
+@pytest.mark.long
 def test_no_module_starts_a_backend_of_jax_or_takes_a_gpus_memory_usr_21():
     """A started backend refuses forks of the process, and makes a wrong JAX_PLATFORMS break every command.
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support import ranks
 
+pytestmark = pytest.mark.long
+
 
 def dies(number, address, queue):
     if number == 1:

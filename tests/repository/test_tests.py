@@ -105,6 +105,7 @@ def test_make_test_vllm_collects_every_test_that_needs_vllm():
             assert within.parts[0] == "bridge" and (path.name.startswith("test_") or "vllm" in within.parts[:-1]), path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mark", ["ray", "tools"])
 def test_make_collects_every_test_with_a_mark(mark):
     """The files that give the mark, and those that import a helper that does."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 SOURCES = {"rl_fn": "rl_fn", "rl_kernels": "kernels/rl_kernels", "rl_bridge": "bridge/rl_bridge"}
 SOURCES |= {"rl_train": "bridge/rl_train", "rl_tools": "bridge/rl_tools"}

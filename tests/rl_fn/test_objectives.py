@@ -78,6 +78,7 @@ def test_micro_batches_add_up_to_the_whole(name):
     assert np.asarray(whole.gradient).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo-max_completion_length", "dapo"])
 def test_a_packed_batch_is_the_padded_one(name):
     objective, batch = OBJECTIVES[name], _batch(2, (3, 4))

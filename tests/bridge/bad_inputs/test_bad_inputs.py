@@ -13,6 +13,8 @@ from tests.bridge.bad_inputs.judge import judged
 from tests.bridge.bad_inputs.results import known
 from tests.bridge.bad_inputs.runner import Outcome
 
+pytestmark = pytest.mark.long
+
 # Each is forked from a process without JAX's threads, which that of the tests is not.
 COMMAND = [sys.executable, "-m", "tests.bridge.bad_inputs", "--sample", "2", "--seed", "22"]
 

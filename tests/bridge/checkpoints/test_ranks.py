@@ -16,6 +16,8 @@ from tests.bridge.checkpoints.states import (
     assert_same_state,
 )
 
+pytestmark = pytest.mark.long
+
 KILLED = -9
 
 

@@ -60,6 +60,7 @@ def killed(tmp_path_factory):
         os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outlives_a_process_that_is_killed(kind, killed):
     assert len(killed[kind]) == (2 if kind == "sampler" else 4)
@@ -79,6 +80,7 @@ def test_the_end_of_a_child_is_reported(kind, tmp_path, capfd):
     assert reaped(opened.child) and all(gone(pid) for pid in pids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_closing_twice_leaves_nothing(kind, tmp_path):
     opened = KINDS[kind](tmp_path)
@@ -107,6 +109,7 @@ def wait_for(file):
         time.sleep(0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_guard_that_is_killed_or_stopped_leaves_nothing(tmp_path, number):
     child = started(tmp_path, f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import mine; mine.work()", grace=0.1)

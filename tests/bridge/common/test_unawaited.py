@@ -302,6 +302,7 @@ def test_beyond_the_limit_nothing_ends_and_python_warns(monkeypatch):
     assert near == [] and 0 < len(far) <= 100
 
 
+@pytest.mark.long
 def test_the_walk_ends_before_the_modules():
     """An object of the user's may refer to everything."""
     owner = Plain(None)

@@ -99,6 +99,7 @@ EMPTY = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 SPELLINGS = list(itertools.product((False, True), EMPTY, (False, True)))
 
 
+@pytest.mark.long
 def test_spellings_of_a_conversation_are_one_in_every_file(tmp_path):
     tokenizers = {written: tokenizer_of(written) for written in WRITTEN}
     seen, sampled = ({written: set() for written in WRITTEN} for _ in range(2))

@@ -10,6 +10,8 @@ from tests.bridge.engines.grid import KINDS, MESHES
 from tests.bridge.engines.own import PAGE
 from tests.support import warm
 
+pytestmark = pytest.mark.long
+
 # Float32 sums in another order, as in tests/bridge/invariance; the gradients' largest entries are about 0.2.
 TOLERANCE = 3e-6
 

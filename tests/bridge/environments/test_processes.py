@@ -25,6 +25,8 @@ from rl_bridge.rollout.conversations import Conversations, Limits, Opening
 from tests.support.processes import gone
 from tests.support.simulated_sampler import SimulatedSampler
 
+pytestmark = pytest.mark.long
+
 TOKENIZER = character_tokenizer("0123456789+-=?")
 LIMIT = 1.5
 GAME = """

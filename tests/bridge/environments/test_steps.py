@@ -378,6 +378,7 @@ def test_a_coroutine_that_comes_after_the_end_leaves_no_warning():
     assert never_awaited(act) == []
 
 
+@pytest.mark.long
 def test_a_coroutine_that_is_given_up_before_it_begins_leaves_no_warning():
     """The loop is busy with another one; the calls' limit comes first."""
     begun, go_on = threading.Event(), threading.Event()

@@ -186,6 +186,7 @@ def test_an_environment_of_a_main_thread_is_refused_where_a_run_calls_it_in_othe
         tried("Alarm")
 
 
+@pytest.mark.long
 def test_the_trial_changes_nothing_of_this_process(tried_as_in_a_run, tmp_path):
     tried = tried_as_in_a_run
     factory = load_environment(f"{tmp_path / 'game.py'}:Game")
@@ -211,6 +212,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_a_process_of_the_trial_s_own_brings_about_is_named_where_a_run_calls_in_threads(tried, name):
     """A fork has no threads of the file's, and may need longer than a process that has begun; a run's processes too."""

@@ -7,6 +7,8 @@ import pytest
 
 from experiments.benchmarks.executor_failures import CAUSES, RAY_ONLY, job
 
+pytestmark = pytest.mark.long
+
 QUICK = ("killed", "hangs")
 WITH_RAY = [pytest.mark.ray, pytest.mark.timeout(300)] if importlib.util.find_spec("ray") else None
 

@@ -16,7 +16,7 @@ from rl_bridge.executors.channel import Listener, connect, dumps
 from rl_bridge.executors.slots import Remote
 from tests.bridge.executors.two_hosts import TwoHosts, available
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs root and network namespaces")
+pytestmark = [pytest.mark.skipif(not available(), reason="needs root and network namespaces"), pytest.mark.long]
 
 LIMIT = 45.0
 REAL = pytest.param(None, marks=[pytest.mark.slow, pytest.mark.timeout(300)], id="real")

@@ -94,6 +94,7 @@ def test_what_cannot_be_is_refused(options, message):
     assert not session._current
 
 
+@pytest.mark.long
 def test_importing_rl_bridge_loads_neither_torch_nor_ray():
     code = "import sys, rl_bridge; assert not {'torch', 'ray', 'peft', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -16,6 +16,8 @@ from rl_bridge.executors.torchrun import TorchrunExecutor
 from tests.bridge.executors.scenarios import SCENARIOS
 from tests.support.jobs import run
 
+pytestmark = pytest.mark.long
+
 
 def test_usr_20_a_rank_that_is_alone_says_whom_it_waits_for(monkeypatch):
     monkeypatch.setattr(torchrun, "PATIENCE", 0.0)

@@ -9,6 +9,8 @@ import pytest
 from tests.bridge.executors.two_hosts import Loopback, TwoHosts, available, start
 from tests.support.jobs import orphans
 
+pytestmark = pytest.mark.long
+
 NAMESPACES = available()
 JOB = "tests.bridge.executors.two_hosts_job"
 

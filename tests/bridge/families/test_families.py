@@ -59,6 +59,7 @@ def test_two_ranks_are_as_the_table_says_and_never_wrong(part):
     }
 
 
+@pytest.mark.long
 @same_transformers
 def test_tied_nested_and_raising_layers_over_two_ranks():
     """Embeddings tied into a layer, a layer within a layer, and a first way that raises: FSDP takes all of them."""

@@ -43,6 +43,7 @@ def test_a_matmul_and_its_gradient(interop, backward_inside):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backward_inside", [False, True])
 def test_under_compile(backward_inside):
     torch.manual_seed(0)

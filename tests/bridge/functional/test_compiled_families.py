@@ -11,6 +11,8 @@ from rl_bridge.functional import from_jax
 from tests.bridge.functional.both import to_torch, torch_gradient, weights
 from tests.rl_fn.registry import CASES
 
+pytestmark = pytest.mark.long
+
 # One of each family, its packed form where it has one, and every form of result: arrays, NamedTuples.
 KEYS = [
     "ppo_clip[dual]",

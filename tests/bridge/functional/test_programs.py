@@ -87,6 +87,7 @@ def test_an_abstract_array_of_a_symbol_is_never_that_of_a_number():
         assert verdicts.conditions() == ()
 
 
+@pytest.mark.long
 def test_an_operation_on_a_symbol_is_never_found_as_that_on_a_number():
     """JAX's table of operations' result types is another such table: it made 1 program too many in a run of 1000."""
 

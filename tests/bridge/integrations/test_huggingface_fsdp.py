@@ -10,6 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from tests.bridge.integrations.tiny_models import tiny
 from tests.support.ranks import results as results_of_ranks
 
+pytestmark = pytest.mark.long
+
 RANKS = 2
 WAYS = ["registered", "checkpointed", "compiled"]
 

@@ -298,6 +298,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", SETTINGS)
 def test_what_a_resumed_loop_does_otherwise_is_named(case, model, tmp_path, capsys):
     changed, words = SETTINGS[case]

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 
 def test_the_collector_in_a_process_of_its_own():
     cases = Path(__file__).with_name("collecting_alone.py")

@@ -15,6 +15,8 @@ from tests.bridge.families import zoo
 from tests.support import one_step
 from tests.support.ranks import as_rank, found_by_ranks
 
+pytestmark = pytest.mark.long
+
 KINDS = ("mixtral", "gpt_neox", "falcon_h1", "gemma")
 LAYOUTS = {"shard": (1, 2, 1, 1), "replicate": (2, 1, 1, 1)}
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")

@@ -42,6 +42,7 @@ def test_gradients_and_metrics_are_those_of_two_passes(modules, scoring):
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.long
 def test_losses_whose_tokens_interact_are_refused_by_name(tokenizer):
     recipes = {name: getattr(rl_fn.recipes, name)() for name in ("dapo", "cispo", "gspo", "clip_cov")}
     recipes["sequence means"] = recipes["dapo"].replace(aggregation=components.Aggregation("seq-mean-token-mean"))

@@ -46,6 +46,7 @@ def peak(module, completions, tokens, **options):
     return alive.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"share_prefixes": False}, marks=pytest.mark.slow)], ids=["shared", "apart"]
 )

@@ -134,6 +134,7 @@ def alone():
     return {mixture: training(None, torch.arange(ROWS), {"mixture": mixture})[0] for mixture in (False, True)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_updates_are_those_of_one_process(ranks, alone, name):
     sizes, options = LAYOUTS[name]

@@ -19,6 +19,8 @@ from rl_tools.cli import main
 from tests.bridge.pipelines.conftest import words_of
 from tests.support.results import assert_same, checkpoint, metrics, result
 
+pytestmark = pytest.mark.long
+
 ELSEWHERE = """
 import json, os, sys, time
 DAYS = 400 * 86400 + 12345

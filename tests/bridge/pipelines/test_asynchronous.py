@@ -13,6 +13,8 @@ from rl_tools.cli import main
 from tests.bridge.pipelines.killed import ended, lines, start
 from tests.support.results import assert_same, metrics, result
 
+pytestmark = pytest.mark.long
+
 TOOL = """
 class Counts:
     def reset(self, row):

@@ -37,6 +37,7 @@ def chain(folder, start):
     run(folder, "policy", "objective:ppo", *rewards, name="improved", model=model, **data, **options)
 
 
+@pytest.mark.long
 def test_each_command_reads_the_folder_of_the_one_before(tmp_path, model_folder):
     chain(tmp_path, model_folder)
     exported, judge = (

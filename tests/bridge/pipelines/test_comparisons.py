@@ -92,6 +92,7 @@ def test_other_forms_of_rows(words, run_to_end, name, form):
     assert all(record["grad_norm"] > 1e-6 for record in metrics(folder))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["kto", "bco"])
 def test_single_completions_and_a_resumed_run(words, tmp_path, run_to_end, monkeypatch, name):
     whole = run_to_end(words("preference", "singles", "whole", f"loss:{name}"))

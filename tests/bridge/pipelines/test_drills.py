@@ -84,6 +84,7 @@ def test_a_disk_that_is_full_keeps_the_last_checkpoint_and_says_how_to_go_on(tmp
     assert_same(result(tmp_path / "full"), whole)
 
 
+@pytest.mark.long
 def test_gradients_that_are_not_finite_stop_the_run_with_the_cause(tmp_path, words, monkeypatch, capsys):
     step = Trainable.optimizer_step
 

@@ -52,6 +52,7 @@ def game(tmp_path):
     return file
 
 
+@pytest.mark.long
 def test_the_policy_learns_from_an_environment_s_rewards(arguments, run_to_end, game):
     folder = run_to_end(arguments("game", **SMALL, **{"--environment": f"{game}:Game"}))
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -61,6 +62,7 @@ def test_the_policy_learns_from_an_environment_s_rewards(arguments, run_to_end, 
     assert all("environment" in sample for how in samples["after"].values() for sample in how)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, said",
     [
@@ -74,6 +76,7 @@ def test_an_environment_that_is_no_use_is_one_line(arguments, game, capsys, name
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("warm", [0, 1])
 def test_an_engine_that_is_too_short_is_refused_before_the_warm_start(arguments, game, capsys, monkeypatch, warm):
     """An engine of its own may hold fewer tokens than the model has positions."""

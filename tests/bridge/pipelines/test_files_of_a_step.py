@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 import rl_bridge
 from rl_bridge.common.splitmix64 import signed
 from rl_bridge.loop.loop_run import Run
@@ -39,6 +41,7 @@ def entering():
     files |= {path.relative_to(LIBRARY).as_posix() for path in paths if path.is_relative_to(LIBRARY)}
 
 
+@pytest.mark.long
 def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
     entered, steps = set(), Run.steps
 

@@ -112,6 +112,7 @@ def every_change_is_refused(run, pipeline, folder, changes):
     run(again)
 
 
+@pytest.mark.long
 def test_policy(inputs):
     pipeline = PolicyPipeline(
         name="run",

@@ -17,6 +17,8 @@ from tests.bridge.pipelines.conftest import OPTIONS, words_of
 from tests.support.results import metrics
 from tests.support.tracing import REWARD, same, trace_calls
 
+pytestmark = pytest.mark.long
+
 SETTINGS = {
     "plain": {},
     "cold": {"--policy.sampling.temperature": 0.6},

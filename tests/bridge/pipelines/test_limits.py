@@ -9,6 +9,7 @@ from tests.bridge.pipelines.processes import REWARD
 from tests.support.results import metrics
 
 
+@pytest.mark.long
 def test_a_run_with_a_budget_of_tokens_trains_on_what_is_finished(tmp_path, arguments, run_to_end):
     (tmp_path / "reward.py").write_text(REWARD)
     limits = {"--rollout.step-tokens": 40, "--rollout.step-seconds": 600, "--policy.sampling.stop": "7"}

@@ -205,6 +205,7 @@ def test_options_travel_to_other_processes():
     assert pickle.loads(pickle.dumps(options)) == options
 
 
+@pytest.mark.long
 def test_tyro_is_given_no_type_that_it_cannot_read():
     for options in ALGORITHMS.values():
         assert tyro.cli(options, args=[]) == options()

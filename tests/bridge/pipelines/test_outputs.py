@@ -43,6 +43,7 @@ def leftovers(tmp_path):
     return [path.name for path in tmp_path.rglob("*") if path.name.endswith(".tmp") or path.name == "summary.json"]
 
 
+@pytest.mark.long
 def test_own_data_reward_and_model_to_the_end(
     tmp_path, arguments, data, reward, model_folder, run_to_end, capsys, curves
 ):
@@ -112,6 +113,7 @@ def test_own_data_reward_and_model_to_the_end(
         assert tokenizer.decode(answer, skip_special_tokens=True) == sample["completion"]
 
 
+@pytest.mark.long
 def test_a_run_of_the_same_name_takes_a_free_folder_and_the_same_seed_the_same_numbers(tmp_path, arguments):
     words = arguments("run", **QUICK, **{"--held-out": 4})
     assert main(words) == 0 and main(words) == 0

@@ -8,6 +8,8 @@ from rl_tools.cli import main
 from tests.support import warm
 from tests.support.results import assert_same, metrics, result
 
+pytestmark = pytest.mark.long
+
 # The process kills itself in the middle of a step: no handler, no finally, nothing flushed.
 DYING = """
 import os, signal, sys

@@ -16,6 +16,7 @@ def numbers(folder):
     ]
 
 
+@pytest.mark.long
 def test_sharing_prefixes_and_the_fused_loss_change_no_number(arguments, run_to_end):
     plain = numbers(run_to_end(arguments("plain", "--no-share-prefixes", **OPTIONS)))
     assert len(plain) == 2

@@ -5,6 +5,8 @@ import pytest
 from tests.bridge.pipelines.conftest import words_of
 from tests.bridge.pipelines.processes import REWARD, SHORT, assert_same_run, in_a_process
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def words(tmp_path, model_folder):

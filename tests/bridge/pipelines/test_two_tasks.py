@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.results import assert_same, metrics, result
 
+pytestmark = pytest.mark.long
+
 REWARDS = """
 def sums(completion, row):
     return float(completion.startswith("1")) if row["task"] == "sum" else None

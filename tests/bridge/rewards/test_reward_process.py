@@ -120,6 +120,7 @@ def test_results_that_nobody_took_are_nobody_s(file, end):
         asked.close()
 
 
+@pytest.mark.long
 def test_the_limit_of_a_result_begins_when_the_file_is_there(tmp_path):
     """SURV-10: neither Python's start nor the imports of the file count."""
     file = tmp_path / "slow.py"
@@ -249,6 +250,7 @@ def together(tmp_path):
     return tmp_path / "together.py"
 
 
+@pytest.mark.long
 def test_the_row_whose_coroutine_hangs_is_named_and_not_the_first(together):
     rewards = load(f"{together}:score", timeout=2.0)
     try:
@@ -270,6 +272,7 @@ def test_a_coroutine_s_value_is_sent_when_it_is_there(together):
         asked.close()
 
 
+@pytest.mark.long
 def test_a_coroutine_may_wait_for_all_others_for_longer_than_the_limit_of_one(together):
     rewards = load(f"{together}:backwards", timeout=2.0)
     try:

@@ -36,6 +36,7 @@ def drawn(logits, seeds, position=0, **options):
     return draw(logits, seeds, torch.full_like(seeds, position), params(**options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", TRUNCATIONS)
 def test_frequencies_are_those_of_the_truncated_distribution(options):
     count = 100_000

@@ -215,6 +215,7 @@ MISSPELT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", MISSPELT)
 def test_a_misspelt_word_gets_its_near_names_tool_15(words, capsys):
     try:

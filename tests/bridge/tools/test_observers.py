@@ -18,6 +18,8 @@ from tests.bridge.tools.export.stores import READERS
 from tests.bridge.tools.export.watching import processes_of, wait_for
 from tests.support.short_policy import SHORT, short_words
 
+pytestmark = pytest.mark.long
+
 
 def test_options_make_their_observers():
     assert observers_of(RunOptions()) == []

@@ -33,6 +33,7 @@ def small(monkeypatch):
     monkeypatch.setattr(TinySource, "for_tokenizer", partial(TinySource.for_tokenizer, hidden=16, layers=1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_dry_run_prints_options_and_memory_and_writes_nothing(trainer: str, tmp_path, capsys):
     data, file = tmp_path / "rows.jsonl", tmp_path / "my.toml"
@@ -61,6 +62,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [rows]
 
 
+@pytest.mark.long
 def test_a_plan_is_of_a_run_file_with_options_over_it(tmp_path, capsys):
     start, data = quickstart(), tmp_path / "rows.jsonl"
     rows = [{"prompt": f"1{a}+1{b}=", "answer": str(20 + a + b)} for a in range(4) for b in range(4)]

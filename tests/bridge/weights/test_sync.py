@@ -12,6 +12,8 @@ from tests.bridge.weights.faults import run as faults_of_ranks
 from tests.support.jobs import run
 from tests.support.ranks import results
 
+pytestmark = pytest.mark.long
+
 # One of each transport with sharded, tensor-parallel and whole ends; the rest is slow.
 FEW = [
     ("same_slot", ("shard", (0, 1)), ("tensor", (0, 1))),

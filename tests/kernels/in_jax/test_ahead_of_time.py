@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parents[3] / "kernels" / "benchmarks" / "pallas_ahead_of_time.py"
 
 

@@ -56,6 +56,7 @@ def test_the_gradients_that_are_needed_are_the_same_bits(operation, backend, wan
             torch.testing.assert_close(a, b, rtol=0, atol=0 if backend != "reference" else 1e-5)
 
 
+@pytest.mark.long
 def test_a_frozen_weight_has_no_gradient_in_memory_and_no_matmul(monkeypatch):
     """Of the backward's three GEMMs two are left, and of memory neither the sum in float32 nor the gradient."""
     run = importlib.import_module("rl_kernels.linear_logprobs.torch")

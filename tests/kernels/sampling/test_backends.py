@@ -60,6 +60,7 @@ def test_set_and_log_probabilities_are_rl_fns(backend, dtype, vocabulary):
     torch.testing.assert_close(result.full_logprobs.double(), full, rtol=1e-5, atol=4e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [33, 200])
 def test_backends_draw_the_same_tokens(vocabulary):
     logits, options = normal(300, vocabulary), parameters(300)
@@ -100,6 +101,7 @@ def test_one_row_a_program_as_on_a_gpu(monkeypatch):
         assert a is not None and b is not None and torch.equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [1025, 50257])
 def test_a_real_vocabulary(vocabulary):
     """Up to 50 tiles of 1024, the last one ragged; strided rows."""

@@ -35,6 +35,7 @@ def peak(count, *, allowed, backend="torch"):
     return found.peak
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [b for b in backends("topk_logprobs") if b != "reference"])
 @pytest.mark.parametrize("allowed", [False, True])
 def test_flat_in_the_number_of_rows(allowed, backend):

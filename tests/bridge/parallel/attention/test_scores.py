@@ -173,6 +173,7 @@ def test_without_a_plan_it_is_attention_by_its_definition(data, softcap, sinks, 
     assert all((a - b).abs().max() < 1e-10 * max(1.0, b.abs().max()) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.long
 def test_a_long_row_is_computed_in_parts():
     # Never [T, T]: of 8 heads and 4096 tokens the scores alone are 512 MiB.
     q, k, v, grad = reference.tensors(4096, heads=(8, 2))

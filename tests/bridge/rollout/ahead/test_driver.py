@@ -13,6 +13,8 @@ import pytest
 from rl_bridge.rollout.ahead.lanes import Driver
 from tests.bridge.rollout.ahead.pumps import OneCommand, Scored
 
+pytestmark = pytest.mark.long
+
 
 def test_weights_wait_for_the_call_that_the_engine_is_in():
     """A held pump gives no new command, and the one before may still be drawing with the old weights."""

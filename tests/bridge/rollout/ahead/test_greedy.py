@@ -11,6 +11,8 @@ from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.pumps import Pace
 from tests.bridge.rollout.ahead.runs import CONFIG, SOURCE, TOKENIZER, Weights, ahead, in_step, shown, steps_of
 
+pytestmark = pytest.mark.long
+
 PARTIAL, WHOLE = Pace(partial=True, rounds=2, steps=2, limit=14), Pace(limit=14, steps=4)
 REMAX, STEPS = rl_fn.recipes.remax(), range(CONFIG.steps)
 

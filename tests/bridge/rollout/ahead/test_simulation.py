@@ -4,6 +4,8 @@ import pytest
 
 from tests.bridge.rollout.ahead.exploring import explore, same_each_time
 
+pytestmark = pytest.mark.long
+
 
 def test_interleavings():
     """None of them breaks an invariant, and what they contain is enough for that to say something."""

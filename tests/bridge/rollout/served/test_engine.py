@@ -80,6 +80,7 @@ def test_a_row_s_random_numbers_go_on_however_it_is_asked_for(engine_of, tmp_pat
     assert {key: drawn.tokens for key, drawn in finish(again).items()} == {key: wanted[key].tokens[5:] for key in long}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["server", "guard"])
 def test_a_server_that_dies_is_started_again_and_no_row_is_lost_or_done_twice(engine_of, tmp_path, who, caplog):
     folder = weights(tmp_path / "w", delay=0.02)
@@ -109,6 +110,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="Linux's shared memory")
 def test_shared_memory_of_a_killed_server_s_processes_does_not_outlive_it(tmp_path):
     """vLLM's processes left theirs each time: Python's own tracker of shared memory is killed with them."""
@@ -129,6 +131,7 @@ def test_a_server_that_dies_again_and_again_is_given_up(engine_of, tmp_path):
     assert engine.restarts == 2
 
 
+@pytest.mark.long
 def test_deaths_with_completions_between_them_do_not_add_up(engine_of, tmp_path):
     engine = engine_of(weights(tmp_path / "w", delay=0.02), restarts=1)
     wanted = finish(added(engine))
@@ -219,6 +222,7 @@ def test_what_is_drawn_from_unproved_weights_is_kept_until_the_proof(engine_of, 
     assert again[2].tokens == [(token + more) % 13 for token, more in zip(found[2].tokens, shift, strict=True)]
 
 
+@pytest.mark.long
 def test_an_engine_that_is_replaced_forgets_what_was_not_proved(engine_of, tmp_path):
     old, new = weights(tmp_path / "old", delay=0.05), weights(tmp_path / "new", offset=5)
     engine = engine_of(old)

@@ -9,6 +9,7 @@ from tests.bridge.rollout.served.running import added, finish, weights
 from tests.support.processes import gone
 
 
+@pytest.mark.long
 def test_a_server_that_is_started_again_begins_with_the_proved_adapter(engine_of, tmp_path):
     def tokens_of(engine, *, dies=False):
         decoder = added(engine)

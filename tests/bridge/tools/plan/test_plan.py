@@ -50,6 +50,7 @@ class Tiny(torch.nn.Module):
 """
 
 
+@pytest.mark.long
 def test_a_class_of_the_user_s_own_is_planned_as_it_is_measured(tmp_path, capsys):
     """It has no cache, and no layers to checkpoint: what cannot be is no advice."""
     (tmp_path / "own.py").write_text(OWN)
@@ -114,6 +115,7 @@ def test_a_rehearsal_has_sizes_and_no_memory():
         assert rehearsal.bytes == 2 * (4 << 40) and x.grad is not None and x.grad.shape == x.shape
 
 
+@pytest.mark.long
 def test_a_model_that_no_machine_holds_is_planned():
     source = TinySource(vocabulary=20, hidden=1 << 17, layers=2, heads=2)
     pipeline = replace(dict(settings("qwen2"))["LoRA"], track_kl=False)

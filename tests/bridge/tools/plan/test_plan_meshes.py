@@ -68,6 +68,7 @@ def no_world():
     assert not dist.is_initialized()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axis", ["shard", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("tensor", "sequence", "replicate"))]
 )

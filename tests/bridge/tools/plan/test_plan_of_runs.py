@@ -25,6 +25,8 @@ from rl_train.policy_configs import quickstart
 from rl_train.policy_options import CriticOptions, PolicyPipeline
 from tests.bridge.tools.plan.measured_runs import peaks, written
 
+pytestmark = pytest.mark.long
+
 TOKENS = 6 + 8
 
 

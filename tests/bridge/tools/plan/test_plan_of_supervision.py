@@ -35,6 +35,7 @@ def counts(config: Any) -> Any:
     return replace(config, steps=2, rows_per_step=8, evaluate_every=1)
 
 
+@pytest.mark.long
 def test_the_plan_of_a_supervised_run_is_within_five_percent_of_its_memory(tmp_path):
     start = SFTPipeline(**common(tmp_path, ROWS), micro_batch_tokens=4 * TOKENS)
     run_sft(counts(start), [MemoryProfiler()])

@@ -14,6 +14,8 @@ from rl_tools.tune.study_report import read_study
 from tests.support import warm
 from tests.support.processes import gone
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[4]
 STEPS, REACHED = 100, 30
 NEVER = 10_000

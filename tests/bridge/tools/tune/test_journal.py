@@ -8,6 +8,8 @@ from rl_tools.tune.journal import Journal, read_journal
 from rl_tools.tune.samplers import OptunaSampler, Result
 from rl_tools.tune.space import Choice, Interval, Parameter, Space
 
+pytestmark = pytest.mark.long
+
 EVENTS = [
     {"kind": "study"},
     {"kind": "asked", "trial": 0, "assignment": {"rate": 1e-4, "words": "ä\r,\u2028"}},

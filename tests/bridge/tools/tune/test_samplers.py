@@ -126,6 +126,7 @@ def test_one_goal():
         OptunaSampler("cma-es", SPACE, 0, goals=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tpe", "gp"])
 def test_several_goals(name):
     sampler = OptunaSampler(name, SPACE, 0, goals=2)
@@ -205,6 +206,7 @@ def proposals(sampler, sign, trials):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", STARTUP)
 def test_a_short_study_learns_before_it_ends(name):
     """A library's own number of random trials, up to 20, would make eight trials a random search.

@@ -23,6 +23,8 @@ from rl_tools.tune.study_report import read_study, summary_of
 from tests.bridge.tools.tune.tuner import study_of
 from tests.support.processes import gone
 
+pytestmark = pytest.mark.long
+
 TUNER = Path(__file__).with_name("tuner.py")
 ROOT = Path(__file__).parents[4]
 

@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from rl_tools.cli import main
 from rl_tools.tune.study_report import read_study, summary_of
 from tests.support.short_policy import short_words
+
+pytestmark = pytest.mark.long
 
 
 def test_a_study_over_the_trainer_with_a_constraint_a_recipe_and_two_goals(tmp_path, capsys):
