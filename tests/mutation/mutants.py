@@ -88,6 +88,14 @@ class Mutant:
         return f"{self.file}:{self.line}:{self.column}:{self.kind}:{self.after}"
 
     @property
+    def runs(self) -> int:
+        """The line that a test must run to meet the mutant: of a default, the first one of the function's body."""
+        if not isinstance(self.default_of, ast.FunctionDef):
+            return self.line
+        documented = ast.get_docstring(self.default_of) is not None and len(self.default_of.body) > 1
+        return self.default_of.body[documented].lineno
+
+    @property
     def name(self) -> tuple[str, ...]:
         """Stays the same when lines are added elsewhere."""
         return self.file, self.owner, self.kind, self.text, self.before, self.after, str(self.nth)

@@ -280,8 +280,7 @@ class Forks:
                 with self.lock:  # one tree for all threads
                     source = self.package.source(mutant)
                     killers = self.store.killers(mutant.file)
-                line = mutant.line if mutant.default_of is None else mutant.lines[-1]
-                request = (mutant.file, source, mutant.owner, self.budget(mutant), killers, self.nearest, line)
+                request = (mutant.file, source, mutant.owner, self.budget(mutant), killers, self.nearest, mutant.runs)
                 connection.send(request)
                 status, by, seconds, ran, files = connection.recv()
                 if status == "broken":  # no verdict, so no result: a later run tries again

@@ -8,6 +8,7 @@ import pytest
 
 from tests.mutation.entered import Entered, block_of, marked, record, tables
 from tests.mutation.forked import Server, of_each_some
+from tests.mutation.mutants import mutants
 
 SOURCE = '''"""A module."""
 
@@ -165,3 +166,12 @@ def test_quick_tests_about_little_come_first_and_no_block_has_more_than_it_can_u
 def test_some_cases_of_every_test_come_before_more_of_any():
     tests = [f"t::a[{n}]" for n in range(5)] + ["t::b"]
     assert of_each_some(tests) == ["t::a[0]", "t::a[1]", "t::a[2]", "t::b", "t::a[3]", "t::a[4]"]
+
+
+def test_a_default_is_met_where_the_function_begins():
+    source = 'def f(x, y=1):\n    """Documented."""\n    return x + y\n\n\ndef g(z=2): return z\n'
+    assert {(m.kind, m.line, m.runs) for m in mutants(source, "a.py")[1]} == {
+        ("default", 1, 3),
+        ("arithmetic", 3, 3),
+        ("default", 6, 6),
+    }
