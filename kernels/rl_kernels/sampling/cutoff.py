@@ -257,7 +257,8 @@ def _histogram(
         shape = tuple(x[rows].shape)
         # No mass is below the depth, and exponentials there would be slow.
         below = torch.sub(x[rows], top[rows], out=work("below", shape, x)).clamp_(min=-DEPTH)
-        rounded = torch.exp(below, out=work("mass", shape, x)).mul_(UNIT).trunc_()
+        # Of what is not negative floor is trunc, and costs a tenth.
+        rounded = torch.exp(below, out=work("mass", shape, x)).mul_(UNIT).floor_()
         # By way of int32, which is the faster way to int64.
         place = work("place", shape, x, torch.int64).copy_(bins[rows].copy_(below.mul_(scale[rows])))
         if left is not None:

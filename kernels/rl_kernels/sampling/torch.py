@@ -1,8 +1,7 @@
 """PyTorch. A tile of the vocabulary is drawn by its mass, then a token of that tile. Together that is the distribution
 itself, with noise for some hundred tiles and one tile's tokens instead of the whole vocabulary.
 
-Rows that nothing is cut off are read in chunks that a cache holds. A mask is of floats: a comparison that makes bools
-is not vectorised.
+Sums are taken in chunks that a cache holds. A mask is of floats: a comparison that makes bools is not vectorised.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from rl_kernels.sampling.cutoff import (
 )
 from rl_kernels.sampling.philox import TILES, TOKENS, gumbel
 
-# Logits of a chunk. A search has some fifty small steps a chunk, and so larger ones.
+# Logits of a chunk. A search has some fifty small steps a chunk, and so larger ones; sums are taken in small ones.
 _CHUNK, _CACHED = 1 << 20, 1 << 17
 _NOTHING = float("-inf")
 _LEAST = torch.finfo(torch.float32).min
@@ -52,13 +51,17 @@ def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
     for first in range(0, max(1, len(logits)), step):
         rows = slice(first, first + step)
         x = _scaled(logits[rows], heat[rows], warm)
-        tiles = _tiles(x, work)
-        full, e, weighted = _summed(tiles, work)
-        if cuts:
-            cutoff = find(x, count[rows], p[rows], log_min_p[rows], work)
-            parts.append((*full, *_cut(tiles, full, e, weighted, cutoff, work), cutoff.key, cutoff.last))
-        else:
-            parts.append((*full, *full, *_uncut(x)))
+        cutoff = find(x, count[rows], p[rows], log_min_p[rows], work) if cuts else None
+        size = max(1, _CACHED // x.shape[-1]) if x.device.type == "cpu" else step
+        for start in range(0, max(1, len(x)), size):
+            some = slice(start, start + size)
+            tiles = _tiles(x[some], work)
+            full, e, weighted = _summed(tiles, work)
+            if cutoff is None:
+                parts.append((*full, *full, *_uncut(x[some])))
+            else:
+                mine = Cutoff(*(column[some] for column in cutoff))
+                parts.append((*full, *_cut(tiles, full, e, weighted, mine, work), mine.key, mine.last))
     joined = [torch.cat(column) for column in zip(*parts, strict=True)]
     full, truncated, (number, cutoff, last) = Sums(*joined[:3]), Sums(*joined[3:6]), joined[6:]
 
