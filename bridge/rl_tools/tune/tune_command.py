@@ -151,9 +151,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     # A missing library or function shows before a folder is made.
     library("optuna")
     sampler(None)
-    # The trainer refuses a seed that it does not take, here and not in each run.
-    last = arguments.first_seed + max(0, arguments.seeds + arguments.confirm - 1)
-    for seed in (arguments.first_seed, last):
+    for seed in _ends_of_seeds(arguments):
         trainers.parse(default, [*example, "--seed", str(seed)], prog=prog)
     pruning = Pruning(
         arguments.pruner, arguments.prune_after, arguments.prune_pairs, arguments.prune_margin, arguments.prune_factor
@@ -183,6 +181,11 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     events = run_study(study, resume=arguments.resume)
     say("\n".join(write_report(study.folder)))
     return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
+
+
+def _ends_of_seeds(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The first and the last seed of a study: what the trainer does not take of these, each run would refuse."""
+    return arguments.first_seed, arguments.first_seed + max(0, arguments.seeds + arguments.confirm - 1)
 
 
 def _require_used(arguments: argparse.Namespace, command_line: argparse.ArgumentParser) -> None:
