@@ -57,7 +57,11 @@ class TorchLoss(PerToken):
     modes: tuple[str, ...] = MODES
 
     def __post_init__(self) -> None:
-        """Refuse fields that no batch has."""
+        """Refuse what is no function, and fields that no batch has."""
+        if not callable(self.function):
+            raise TypeError(f"torch_loss takes a function of a batch, got {self.function!r}")
+        if isinstance(self.reads, str) or not all(isinstance(name, str) for name in self.reads):
+            raise TypeError(f"torch_loss: reads is a tuple of names, as ('advantages',), got {self.reads!r}")
         if strange := [name for name in self.reads if name not in READABLE]:
             raise ValueError(
                 f"torch_loss: reads={self.reads} names {', '.join(strange)}; a loss may read {', '.join(READABLE)}, "
@@ -127,10 +131,12 @@ class _Trial:
     def check(self, tokens: Mapping[str, torch.Tensor]) -> None:
         losses, gradient = self._differentiated(tokens)
         mask = tokens["mask"]
+        self._require_repeatable(tokens, losses, gradient)
         if not (losses[mask].isfinite().all() and gradient[mask].isfinite().all()):
             raise ValueError(f"the loss {self._name} is not finite on an ordinary batch: {losses.tolist()}")
         if not gradient[mask].any():
             raise ValueError(f"the loss {self._name} has no gradient in batch.logprobs: nothing would be trained")
+        self._require_no_parameters(tokens)
         wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in tokens.items()}
         padded = [x[:, : mask.shape[1]] for x in self._differentiated(wider)]
         if not equal_where(padded, (losses, gradient), mask):
@@ -146,6 +152,35 @@ class _Trial:
             raise ValueError(
                 f"in the loss {self._name} the number of a token depends on other completions, so that micro-batches "
                 "would not add up to the batch: over_batch=True gives it the whole batch at once"
+            )
+
+    def _require_repeatable(self, tokens: Mapping[str, torch.Tensor], *first: torch.Tensor) -> None:
+        """Refuse other numbers for the same batch, of which padding and other completions are not the cause."""
+        again = self._differentiated(tokens)
+        mask = tokens["mask"]
+        if not all(
+            torch.allclose(a[mask], b[mask], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+            for a, b in zip(first, again, strict=True)
+        ):
+            raise ValueError(
+                f"the loss {self._name} gives other numbers for the same batch when it is called again: it may draw no "
+                "random numbers of its own (torch_loss(reads=('noise',)) has some) and change nothing that it reads"
+            )
+
+    def _require_no_parameters(self, tokens: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a loss with parameters of its own, which no optimiser would have."""
+        if not isinstance(self._loss, TorchLoss):
+            return
+        logprobs = tokens["logprobs"].clone().requires_grad_()
+        fields = {name: tokens[name].clone() for name in (*GIVEN, *self._loss.reads)} | {"logprobs": logprobs}
+        with torch.enable_grad():
+            losses = self._loss.of_tensors(*fields.values())
+        others = [leaf for leaf in _leaves(losses) if leaf is not logprobs]
+        if others:
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in others)
+            raise ValueError(
+                f"the loss {self._name} has a gradient in tensors of its own, of shapes {shapes}, which no optimiser "
+                "has and no checkpoint: detach() these"
             )
 
     def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +199,20 @@ class _Trial:
             total = losses[tokens["mask"]].sum()
             gradient = torch.autograd.grad(total, logprobs, allow_unused=True)[0] if total.requires_grad else None
         return losses.detach(), torch.zeros_like(logprobs) if gradient is None else gradient
+
+
+def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors in which a tensor's graph ends."""
+    waiting, visited, leaves = [tensor.grad_fn], set(), []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
 
 
 @dataclass(frozen=True)
@@ -249,7 +298,7 @@ def torch_loss(
         ValueError: ``reads`` names a field that no batch has.
     """
     options: dict[str, Any] = {
-        "reads": tuple(reads),
+        "reads": reads if isinstance(reads, str) else tuple(reads),
         "over_batch": over_batch,
         "gradient_without_advantage": gradient_without_advantage,
         "weighs_rollout": weighs_rollout,

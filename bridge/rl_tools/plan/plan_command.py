@@ -34,8 +34,11 @@ def workload_of(
     """The model's structure, and the longest step of the run.
 
     Raises:
-        ValueError: a model of the user's, whose data is not read, and a length that was not given.
+        ValueError: a model of the user's, whose data is not read, and a length that was not given; a length below 1.
     """
+    for option, tokens in (("--prompt-tokens", prompt_tokens), ("--completion-tokens", completion_tokens)):
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"{option} must be at least 1, got {tokens}")
     if isinstance(pipeline, PolicyPipeline):
         if completion_tokens is not None:
             raise ValueError("completions of a policy have --policy.sampling.max-new-tokens")

@@ -13,6 +13,8 @@ from rl_bridge.common.statistics import LEAST, student
 from rl_bridge.common.terminal import given
 
 REDUCTIONS = ("last", "best", "mean", "sum", "max", "min")
+WHOLE_RUN = ("tokens", "seconds")
+"""Goals that a run has at its end alone."""
 Points = dict[int, float]
 """Step → value."""
 
@@ -29,7 +31,9 @@ class Goal:
     reduction: str = "last"
 
     def __post_init__(self) -> None:
-        """Refuse an unknown reduction."""
+        """Refuse an empty name and an unknown reduction."""
+        if not self.metric:
+            raise ValueError("a goal has the name of a metric, as held_out or kl:mean, got none")
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"{self.metric}: after the colon stands one of {', '.join(REDUCTIONS)}")
 
@@ -67,6 +71,11 @@ class Constraint:
 
     goal: Goal
     bound: float
+
+    def __post_init__(self) -> None:
+        """Refuse a bound that every trial keeps, or none."""
+        if not math.isfinite(self.bound):
+            raise ValueError(f"the bound is a finite number, got {self.bound}")
 
     @property
     def text(self) -> str:
@@ -176,9 +185,9 @@ class Pruning:
 
     def __post_init__(self) -> None:
         """Refuse counts that stop nothing or everything."""
-        if self.least_steps < 1 or self.pairs < 2 or self.factor < 2 or self.margin < 0:
+        if self.least_steps < 1 or self.pairs < 2 or self.factor < 2 or not 0 <= self.margin < math.inf:
             raise ValueError(
-                "need least_steps ≥ 1, pairs ≥ 2, factor ≥ 2 and margin ≥ 0, got "
+                "need least_steps ≥ 1, pairs ≥ 2, factor ≥ 2 and a finite margin ≥ 0, got "
                 f"{given(self, 'least_steps', 'pairs', 'factor', 'margin')}"
             )
 

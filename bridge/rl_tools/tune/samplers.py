@@ -90,7 +90,8 @@ class OptunaSampler:
         length: one of 8 trials would be a random search in all but its name.
 
         Raises:
-            ValueError: an unknown name, several goals for a sampler of one, or ``startup`` below 1.
+            ValueError: an unknown name, several goals for a sampler of one, a negative seed, no grid point, or a
+                ``startup`` below 1 or of all ``trials``.
             ModuleNotFoundError: its library is not installed; the message says what to install.
         """
         if name in GONE:
@@ -105,6 +106,13 @@ class OptunaSampler:
             raise ValueError(f"the sampler {name} takes one goal, got {goals}; of several goals learn {others}")
         if startup is not None and startup < 1:
             raise ValueError(f"startup must be at least 1, got {startup}")
+        if name in STARTUP and startup is not None and trials is not None and startup >= trials:
+            raise ValueError(
+                f"with --startup-trials {startup} of --trials {trials} every trial is random, and the sampler {name} "
+                "never learns: give fewer, or --sampler random"
+            )
+        if seed < 0 or grid_points < 1:
+            raise ValueError(f"need --sampler-seed ≥ 0 and --grid-points ≥ 1, got {seed} and {grid_points}")
         self._optuna = optuna = library("optuna")
         if name == "cma-es":
             library("cmaes")

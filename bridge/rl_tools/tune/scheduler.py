@@ -1,12 +1,13 @@
 """The scheduler of a study: a state machine over a journal, a sampler and processes that it is given."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_bridge.common.statistics import LEAST, over_seeds
 from rl_bridge.common.terminal import given
-from rl_tools.tune.goals import Constraint, Goal, MissingGoal, Points, Pruning
+from rl_tools.tune.goals import WHOLE_RUN, Constraint, Goal, MissingGoal, Points, Pruning
 from rl_tools.tune.journal import Event, Key, State, Trial
 from rl_tools.tune.samplers import Sampler, result_of
 from rl_tools.tune.space import Assignment
@@ -32,7 +33,7 @@ class Plan:
     confirm: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse counts below 1, and pruning by one goal of several."""
+        """Refuse counts below 1, goals that are there twice, and pruning by one goal of several or by no curve."""
         if min(self.trials, self.seeds, self.slots) < 1 or min(self.retries, self.confirm) < 0:
             raise ValueError(
                 "need trials, seeds and slots (--parallel) of at least 1, retries ≥ 0 and confirm ≥ 0, got "
@@ -40,8 +41,18 @@ class Plan:
             )
         if not self.goals:
             raise ValueError("a study needs at least 1 goal, got none")
+        if self.time_limit is not None and not 0 < self.time_limit < math.inf:
+            raise ValueError(f"--time-limit is a finite number of seconds above 0, got {self.time_limit:g}")
+        names = [goal.name for goal in self.goals]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"the goal {twice[0]} is there twice: give it once, to --maximize or --minimize")
         if self.pruning.kind != "none" and len(self.goals) > 1:
             raise ValueError(f"pruning compares one goal, got {', '.join(goal.name for goal in self.goals)}")
+        if self.pruning.kind != "none" and self.goals[0].metric in WHOLE_RUN:
+            raise ValueError(
+                f"the pruner {self.pruning.kind} compares a metric of each step, and {self.goals[0].metric} is of a "
+                "whole run: give another goal, or --pruner none"
+            )
         if self.pruning.kind == "paired" and self.seeds < LEAST:
             raise ValueError(f"the pruner paired compares at least {LEAST} seeds, got {self.seeds}: give --seeds")
 

@@ -167,6 +167,7 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
     fixed_names = {word[2:].partition("=")[0] for word in map(dashed, fixed) if word.startswith("--")}
     fixed_recipes = dict(dashed(word).split(":", 1) for word in fixed if word.split(":", 1)[0] in options.recipes)
     # Recipes first: an option that applies with some of them stands behind them.
+    _require_once(words)
     ordered = sorted(words, key=lambda word: plain(word)[0] not in options.recipes)
     recipes = [word for word in ordered if word in options.recipes]
     searched = {word: dashed(words[word]).split(",") for word in recipes}
@@ -187,6 +188,19 @@ def read_space(words: Mapping[str, str], options: TrainerOptions, fixed: Sequenc
             _require_recipes(name, domain, options.recipes[name])
         parameters.append(Parameter(word, domain, _condition(name, recipe, options, searched, fixed_recipes)))
     return Space(tuple(parameters))
+
+
+def _require_once(words: Iterable[str]) -> None:
+    """Refuse an option that two of the words propose: the last one's value alone would count."""
+    proposed: dict[tuple[str, str | None], str] = {}
+    for word in words:
+        name, recipe = plain(word)
+        for part in name.split(JOINT):
+            others = [other for (option, of), other in proposed.items() if option == part and None in (of, recipe)]
+            if (other := proposed.get((part, recipe), others[0] if others else None)) is not None:
+                both = f"--space.{other} and --space.{word}" if other != word else f"--space.{word}"
+                raise ValueError(f"{both}: --{part} is searched twice; give it once")
+            proposed[part, recipe] = word
 
 
 def plain(word: str) -> tuple[str, str | None]:

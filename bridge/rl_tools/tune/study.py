@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -86,8 +87,11 @@ def places(slots: int, *, devices: Sequence[str] = (), pin: bool = False) -> lis
     """A place for each slot: the devices in turn, the cores in equal parts.
 
     Raises:
-        ValueError: cores cannot be divided into so many parts.
+        ValueError: cores cannot be divided into so many parts, or a device has no name or no process.
     """
+    if not all(map(str.strip, devices)) or len(devices) > slots:
+        names = ",".join(devices)
+        raise ValueError(f"--devices names at most one device for each process (--parallel {slots}), got {names!r}")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     share = max(1, len(cores) // slots)
     if pin and len(cores) < slots:
@@ -222,6 +226,11 @@ class Study:
     command: Command
     places: Sequence[Place]
     grace: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Refuse a wait that never ends."""
+        if not 0 <= self.grace < math.inf:
+            raise ValueError(f"--grace is a finite number of seconds from 0 on, got {self.grace:g}")
 
 
 def run_study(study: Study, *, resume: bool = False) -> list[Event]:

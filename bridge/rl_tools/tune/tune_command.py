@@ -11,7 +11,7 @@ from rl_bridge.common.terminal import say
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
 from rl_tools.tune.journal import Journal, library
-from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Sampler, load_function
+from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
 
@@ -39,6 +39,8 @@ def run(words: Sequence[str]) -> int:
         return _tune(trainer, rest, command_line)
     if words and words[0] not in trainers.TRAINERS and not words[0].startswith("-"):
         command_line.error(f"unknown trainer {words[0]!r}; there is {', '.join(trainers.TRAINERS)}")
+    if not helps:
+        command_line.error(f"begin with a trainer or a run file: {', '.join(trainers.TRAINERS)}, RUN.toml")
     command_line.print_help()
     return 0
 
@@ -114,7 +116,8 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         if word.startswith("--"):
             _require_fixed(word, options)
     prog = f"rl-fn tune {trainer}"
-    goals, space = _goals(arguments, trainer), None
+    _require_used(arguments, command_line)
+    goals, space, example = _goals(arguments, trainer), None, fixed
     if arguments.space is not None:
         if domains:
             raise ValueError(f"--space {arguments.space} proposes all options: leave --space.{next(iter(domains))} out")
@@ -122,7 +125,8 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     else:
         space = read_space(domains, options, fixed)
         for corner in corners(space):
-            trainers.parse(default, words_of(corner, options, fixed), prog=prog)
+            example = words_of(corner, options, fixed)
+            trainers.parse(default, example, prog=prog)
 
     def require_known(values: Mapping[str, Any]) -> None:
         for name in values:
@@ -147,6 +151,8 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     # A missing library or function shows before a folder is made.
     library("optuna")
     sampler(None)
+    for seed in _ends_of_seeds(arguments):
+        trainers.parse(default, [*example, "--seed", str(seed)], prog=prog)
     pruning = Pruning(
         arguments.pruner, arguments.prune_after, arguments.prune_pairs, arguments.prune_margin, arguments.prune_factor
     )
@@ -175,6 +181,43 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     events = run_study(study, resume=arguments.resume)
     say("\n".join(write_report(study.folder)))
     return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
+
+
+def _ends_of_seeds(arguments: argparse.Namespace) -> tuple[int, int]:
+    """The first and the last seed of a study: what the trainer does not take of these, each run would refuse."""
+    return arguments.first_seed, arguments.first_seed + max(0, arguments.seeds + arguments.confirm - 1)
+
+
+def _require_used(arguments: argparse.Namespace, command_line: argparse.ArgumentParser) -> None:
+    """Refuse the study's own options that nothing would read.
+
+    Raises:
+        ValueError: the message has the option, its value, and the option in whose way it stands.
+    """
+    sampler = ("sampler", "sampler_seed", "grid_points", "startup_trials")
+    if arguments.space is not None:
+        unread, beside = sampler, f"with --space {arguments.space}, which proposes all trials"
+        _require_defaults(arguments, command_line, unread, beside)
+    unread = [] if arguments.sampler == "grid" else ["grid_points"]
+    unread += [] if arguments.sampler in STARTUP else ["startup_trials"]
+    _require_defaults(arguments, command_line, unread, f"with --sampler {arguments.sampler}")
+    read = {
+        "none": (),
+        "paired": ("prune_after", "prune_pairs", "prune_margin"),
+        "asha": ("prune_after", "prune_factor"),
+    }
+    pruner = ("prune_after", "prune_factor", "prune_pairs", "prune_margin")
+    unread = [name for name in pruner if name not in read[arguments.pruner]]
+    _require_defaults(arguments, command_line, unread, f"with --pruner {arguments.pruner}")
+
+
+def _require_defaults(
+    arguments: argparse.Namespace, command_line: argparse.ArgumentParser, unread: Sequence[str], beside: str
+) -> None:
+    for name in unread:
+        value = getattr(arguments, name)
+        if value != command_line.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} {value} has no effect {beside}")
 
 
 def _searched(words: Sequence[str]) -> set[str]:

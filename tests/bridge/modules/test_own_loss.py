@@ -125,9 +125,50 @@ def reads_more(batch):
     return batch.logprobs - batch.ref_logprobs
 
 
+@torch_loss
+def random(batch):
+    return -batch.advantages * batch.logprobs * torch.rand_like(batch.logprobs)
+
+
+@torch_loss
+def dropped(batch):
+    return torch.nn.functional.dropout(-batch.advantages * batch.logprobs)
+
+
+CALLS = []
+
+
+@torch_loss
+def counting(batch):
+    CALLS.append(batch)
+    return -batch.advantages * batch.logprobs * len(CALLS)
+
+
+SCALE = torch.nn.Parameter(torch.ones(1))
+SCORER = torch.nn.Linear(1, 1)
+
+
+@torch_loss
+def scaled(batch):
+    return -SCALE * batch.advantages * batch.logprobs
+
+
+@torch_loss
+def scored(batch):
+    return -SCORER(batch.advantages[..., None])[..., 0] * batch.logprobs
+
+
+AGAIN = "gives other numbers for the same batch when it is called again: .*torch_loss.reads=.'noise',"
+
+
 @pytest.mark.parametrize(
     "loss, words",
     [
+        (random, f"random {AGAIN}"),
+        (dropped, f"dropped {AGAIN}"),
+        (counting, f"counting {AGAIN}"),
+        (scaled, r"scaled has a gradient in tensors of its own, of shapes \[1\], which no optimiser"),
+        (scored, r"scored has a gradient in tensors of its own, of shapes .*\[1, 1\].*, which no optimiser"),
         (summed, r"summed returns a number for each token, \[3, 6\], got \[3\]"),
         (an_integer, r"an_integer returns a tensor of floating-point numbers, got torch\.int64"),
         (a_number, "a_number returns a tensor of floating-point numbers, got float"),
@@ -153,6 +194,22 @@ def test_what_a_whole_batch_decides_passes_when_it_is_declared():
 def test_fields_that_no_batch_has_are_refused_by_name():
     with pytest.raises(ValueError, match="names logits; a loss may read old_logprobs, advantages, rollout_logprobs"):
         torch_loss(reads=("logits",))(clipped.function)
+
+
+@pytest.mark.parametrize("function", [3, "loss", [clipped]], ids=["a number", "a text", "a list"])
+def test_what_is_no_function_is_no_loss(function):
+    with pytest.raises(TypeError, match="torch_loss takes a function of a batch, got"):
+        torch_loss(function)
+
+
+@pytest.mark.parametrize("reads", ["advantages", (3,), ["advantages", None]], ids=["a text", "a number", "none in it"])
+def test_fields_are_a_tuple_of_names(reads):
+    with pytest.raises(TypeError, match=r"reads is a tuple of names, as \('advantages',\), got"):
+        torch_loss(reads=reads)(clipped.function)
+
+
+def test_parameters_that_are_detached_pass():
+    check_loss(torch_loss(lambda b: -SCALE.detach() * b.advantages * b.logprobs))
 
 
 def test_a_fused_head_takes_no_loss_in_pytorch(tokenizer):

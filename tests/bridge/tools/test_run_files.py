@@ -138,3 +138,13 @@ def test_constants_are_of_the_recipe_that_their_file_names(layers, over, tmp_pat
         assert attrgetter(name)(own) == value
     told = [line for line in remarks() if f"{part}.{next(iter(constants))} are not read" in line]
     assert len(told) == (taken != recipe)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("tokens", [0, -1])
+@pytest.mark.parametrize("option", ["--prompt-tokens", "--completion-tokens", "--workers"])
+def test_a_plan_refuses_a_length_below_1(trainer, tokens, option, capsys):
+    """With 0 the plan was of the data's own length, without a word."""
+    assert main(["plan", trainer, option, str(tokens)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"rl-fn: error: {option} must be at least 1, got {tokens}\n" and not printed.out

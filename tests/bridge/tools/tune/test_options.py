@@ -126,6 +126,84 @@ def test_a_command_that_cannot_be_is_refused_before_a_folder_is_made(wrong, tmp_
     assert message in str(refused.value) and not (tmp_path / "runs").exists()
 
 
+FALSE_SETTINGS = {
+    "--maximize=": "has the name of a metric",
+    "--maximize=:best": "has the name of a metric",
+    "--maximize kl --minimize kl": "the goal kl is there twice",
+    "--minimize kl:best --minimize kl:best": "the goal kl:best is there twice",
+    "--constraint kl<=nan": "constraint 'kl<=nan': the bound is a finite number, got nan",
+    "--constraint kl>=inf": "the bound is a finite number, got inf",
+    "--time-limit nan": "--time-limit is a finite number of seconds above 0, got nan",
+    "--time-limit 0": "--time-limit is a finite number of seconds above 0, got 0",
+    "--time-limit -3": "--time-limit is a finite number of seconds above 0, got -3",
+    "--time-limit inf": "--time-limit is a finite number of seconds above 0, got inf",
+    "--grace nan": "--grace is a finite number of seconds from 0 on, got nan",
+    "--grace -1": "--grace is a finite number of seconds from 0 on, got -1",
+    "--grace inf": "--grace is a finite number of seconds from 0 on, got inf",
+    "--sampler-seed -1": "need --sampler-seed ≥ 0",
+    "--sampler grid --grid-points 0": "--grid-points ≥ 1, got 0 and 0",
+    "--sampler tpe --trials 4 --startup-trials 4": "every trial is random, and the sampler tpe never learns",
+    "--pruner asha --minimize tokens": "tokens is of a whole run: give another goal, or --pruner none",
+    "--pruner paired --seeds 3 --prune-margin nan": "a finite margin ≥ 0",
+    "--devices 0,,1 --parallel 3": "got '0,,1'",
+    "--devices 0,1": "at most one device for each process (--parallel 1)",
+    "--space.policy.steps+held-out 1+4,2+8": "--policy.steps is searched twice",
+    "--space.seed 1..3": "--seed is the study's own",
+}
+WITHOUT_EFFECT = {
+    "--grid-points 4": "with --sampler random",
+    "--sampler tpe --grid-points 4": "with --sampler tpe",
+    "--startup-trials 3": "with --sampler random",
+    "--sampler grid --startup-trials 3": "with --sampler grid",
+    "--prune-after 9": "with --pruner none",
+    "--prune-factor 9": "with --pruner none",
+    "--prune-pairs 9": "with --pruner none",
+    "--prune-margin 0.5": "with --pruner none",
+    "--pruner paired --seeds 3 --prune-factor 9": "with --pruner paired",
+    "--pruner asha --prune-pairs 9": "with --pruner asha",
+    "--pruner asha --prune-margin 0.5": "with --pruner asha",
+}
+BESIDE_A_FUNCTION = ("--sampler tpe", "--sampler-seed 3", "--grid-points 4", "--startup-trials 3")
+
+
+@pytest.mark.parametrize("words", FALSE_SETTINGS)
+def test_a_setting_of_the_study_that_cannot_be_is_refused_before_a_folder_is_made(words, tmp_path):
+    with pytest.raises(ValueError) as refused:
+        run(["policy", "--space.policy.steps", "1..3", *words.split(), "--output", str(tmp_path / "runs")])
+    assert FALSE_SETTINGS[words] in str(refused.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", WITHOUT_EFFECT)
+def test_a_setting_of_the_study_that_nothing_reads_is_refused(words, tmp_path):
+    option, value = words.split()[-2:]
+    with pytest.raises(ValueError) as refused:
+        run(["policy", "--space.policy.steps", "1..3", *words.split(), "--output", str(tmp_path / "runs")])
+    assert str(refused.value) == f"{option} {value} has no effect {WITHOUT_EFFECT[words]}"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", BESIDE_A_FUNCTION)
+def test_a_setting_of_a_sampler_is_refused_beside_a_function_that_proposes(words, tmp_path):
+    with pytest.raises(ValueError) as refused:
+        run(["policy", "--space", "math:floor", *words.split(), "--output", str(tmp_path / "runs")])
+    assert str(refused.value) == f"{words} has no effect with --space math:floor, which proposes all trials"
+
+
+@pytest.mark.parametrize("seed", ["-1", "99999999999999999999"])
+def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(seed, tmp_path, capsys):
+    """Each run would refuse the seed, and the study would be one of failed trials."""
+    with pytest.raises(SystemExit, match="2"):
+        run(["policy", "--space.policy.steps", "1..3", "--first-seed", seed, "--output", str(tmp_path / "runs")])
+    assert "seed" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["--space.steps", "1..3", "sft"]], ids=["nothing", "a trainer behind options"])
+def test_a_command_without_a_trainer_in_front_is_no_success(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(words)
+    assert "begin with a trainer or a run file: sft, reward-model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])
 def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, monkeypatch, tmp_path):
     """TOOL-8: it was 0 with every trial failed."""
