@@ -3,7 +3,7 @@ from array import array
 
 import pytest
 
-from rl_bridge.data.trajectory import Request, Span, Trajectory, requests_of, single_turn
+from rl_bridge.data.trajectory import Request, SamplingParams, Span, Trajectory, requests_of, single_turn
 
 
 def trajectory(**changes):
@@ -15,6 +15,12 @@ def trajectory(**changes):
         "finish_reason": "stop",
     }
     return Trajectory(**fields | changes)
+
+
+def test_sampling_that_nobody_described_is_of_the_model_s_own_distribution():
+    sampling = SamplingParams(max_new_tokens=1)
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, None, None, None)
+    assert sampling.n == 1 and sampling == SamplingParams(max_new_tokens=1, temperature=1)
 
 
 def test_what_the_policy_drew_over_several_turns():

@@ -83,6 +83,13 @@ def test_which_slots(size, occupied, options, expected):
     assert place(FOUR, size, occupied=occupied, **options) == expected
 
 
+def test_where_no_machine_has_enough_the_emptiest_machine_s_slots_are_taken_whole():
+    """A machine with one engine is left with a free slot, and the free machine is used up."""
+    six = [Slot(number, node=f"10.0.0.{number // 3}") for number in range(6)]
+    assert place(six, 4, occupied={0: ["policy"]}) == [1, 3, 4, 5]
+    assert place(six, 4, occupied={3: ["policy"]}) == [0, 1, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("size", "options", "message"),
     [

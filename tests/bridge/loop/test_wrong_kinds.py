@@ -122,6 +122,19 @@ def test_what_a_call_takes(call, strange, rollout, groups, policy, critic, judge
             make(STRANGE[strange], **objects)
 
 
+def test_a_batch_of_another_kind_than_the_objective_learns_from(model, groups, policy):
+    """Each kind of batch with each kind of objective but its own."""
+    rows = load_rows([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 2, model, preference_loss("simpo"))
+    pairs = rows.batch(2)
+    with pytest.raises(TypeError, match="does not learn from a PairBatch"):
+        policy.update(pairs)
+    with Policy(model, preference_loss("simpo"), AdamW(1e-3)) as comparing:
+        for batch in (groups.batch(), groups.batch().tokens):
+            with pytest.raises(TypeError, match="does not learn from a"):
+                comparing.update(batch)
+        comparing.update(pairs)
+
+
 @pytest.mark.parametrize("option", ["learning_rate", "warmup", "initial", "final", "beta1", "weight_decay", "total"])
 @pytest.mark.parametrize("value", ["1e-3", True, [0.1], 0.5], ids=str)
 def test_numbers_of_an_optimiser(option, value):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from rl_bridge.models.pretrained import load_pretrained, new_for_rows, pretrained, save_pretrained
-from rl_bridge.models.row_checks import check_rows, prompted, supervised
+from rl_bridge.models.row_checks import check_rows, positions_of, prompted, supervised
 from rl_bridge.models.small import TinySource, character_tokenizer, tiny_qwen2
 from tests.support.chat_templates import bytes_tokenizer, pieces_tokenizer
 
@@ -184,3 +185,10 @@ def test_token_ids_below_zero_are_no_tokens(folder):
     source, tokenizer = pretrained(str(folder))
     with pytest.raises(ValueError, match=r"row 1: a token id is at least 0, got -1"):
         check_rows(source, tokenizer, [{"prompt": [3, -1, 4]}], prompted(tokenizer))
+
+
+@pytest.mark.parametrize(("count", "positions"), [(1, 1), (7, 7), (0, None), (-1, None), (None, None), ("8", None)])
+def test_positions_that_a_model_counts(count, positions):
+    model = torch.nn.Linear(1, 1)
+    model.config = SimpleNamespace(max_position_embeddings=count)
+    assert positions_of(model) == positions

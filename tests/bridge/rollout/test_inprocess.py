@@ -45,6 +45,10 @@ def next_logits(model, ids):
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+def test_an_engine_s_model_is_for_drawing_alone(rollout):
+    assert not rollout._model.training and not any(weight.requires_grad for weight in rollout._model.parameters())
+
+
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, TRUNCATED], ids=["plain", "temperature", "truncated"])
 def test_logprobs_are_those_of_a_full_forward(rollout, model, options):
     completions = generate(rollout, PROMPTS, replace(SAMPLING, **options))

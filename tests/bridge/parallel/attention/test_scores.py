@@ -173,6 +173,23 @@ def test_without_a_plan_it_is_attention_by_its_definition(data, softcap, sinks, 
     assert all((a - b).abs().max() < 1e-10 * max(1.0, b.abs().max()) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("shape", [(5, 5), (1, 5), (5, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float64], ids=str)
+def test_parts_of_a_causal_row_see_their_part_of_any_mask(batch, shape, dtype, monkeypatch):
+    """A mask may have one row or one key for all; parts have fewer keys than the row."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(batch, 2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    mask = torch.rand(batch, 1, *shape, generator=generator, dtype=torch.float64)
+    mask = mask > 0.3 if dtype == torch.bool else mask
+    options = {"causal": True, "mask": mask, "scale": SCALE, "softcap": 5.0}
+    whole = exact.forward(q, k, v, **options)
+    monkeypatch.setattr(exact, "MOST_SCORES", 1)
+    parts = exact.forward(q, k, v, **options)
+    assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12, equal_nan=True) for a, b in zip(whole, parts, strict=True))
+    assert whole[0][:, :, -1].isfinite().all() or dtype == torch.bool
+
+
 @pytest.mark.long
 def test_a_long_row_is_computed_in_parts():
     # Never [T, T]: of 8 heads and 4096 tokens the scores alone are 512 MiB.

@@ -56,5 +56,9 @@ def test_the_bound_holds_and_is_reached(prompts, window, extra):
 def test_a_window_that_the_staleness_has_no_room_for():
     with pytest.raises(ValueError, match="a window of 4 prompts, 3 a step, needs max_staleness ≥ 1, got 0"):
         Admission(max_staleness=0, prompts_per_step=3, window=4)
+
+
+@pytest.mark.parametrize("wrong", [{"max_staleness": -1}, {"prompts_per_step": 0}, {"window": 0}])
+def test_each_count_alone_is_refused(wrong):
     with pytest.raises(ValueError, match="max_staleness ≥ 0"):
-        Admission(max_staleness=-1, prompts_per_step=3)
+        Admission(**{"max_staleness": 1, "prompts_per_step": 3} | wrong)
