@@ -209,8 +209,9 @@ def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node is None or node in visited:
             continue
         visited.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
+        # The node of a leaf alone has one.
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
         waiting += [following for following, _ in node.next_functions]
     return leaves
 

@@ -48,10 +48,11 @@ class Plan:
             raise ValueError(f"the goal {twice[0]} is there twice: give it once, to --maximize or --minimize")
         if self.pruning.kind != "none" and len(self.goals) > 1:
             raise ValueError(f"pruning compares one goal, got {', '.join(goal.name for goal in self.goals)}")
-        if self.pruning.kind != "none" and self.goals[0].metric in WHOLE_RUN:
+        at_the_end = [goal.metric for goal in self.goals if goal.metric in WHOLE_RUN]
+        if self.pruning.kind != "none" and at_the_end:
             raise ValueError(
-                f"the pruner {self.pruning.kind} compares a metric of each step, and {self.goals[0].metric} is of a "
-                "whole run: give another goal, or --pruner none"
+                f"the pruner {self.pruning.kind} compares a metric of each step, and {at_the_end[0]} is of a whole "
+                "run: give another goal, or --pruner none"
             )
         if self.pruning.kind == "paired" and self.seeds < LEAST:
             raise ValueError(f"the pruner paired compares at least {LEAST} seeds, got {self.seeds}: give --seeds")
