@@ -307,19 +307,23 @@ class Server:
 
     def chosen(self, path: Path, first: Sequence[str], nearest: int) -> list[str]:
         """The file's doctests and the test files that reach it, those of ``first`` first."""
-        doctests = [path.relative_to(self.folder).as_posix()] if ">>>" in path.read_text(encoding="utf-8") else []
         near = self.reach.of(path)
         near = [*(test for test in first if test in near), *(test for test in near if test not in first)]
-        return [*doctests, *(near[:nearest] if nearest else near)]
+        return [*self.doctests(path), *(near[:nearest] if nearest else near)]
+
+    def doctests(self, path: Path) -> list[str]:
+        """The file itself where it has some."""
+        return [path.relative_to(self.folder).as_posix()] if ">>>" in path.read_text(encoding="utf-8") else []
 
     def recorded(self, path: Path, line: int, first: Sequence[str]) -> list[str]:
-        """Test files newer than the record that reach the file, then the recorded tests that run the line."""
+        """Doctests, test files newer than the record that reach the file, then recorded tests that run the line."""
         if self.entered is None or not line:
             return []
         name = path.relative_to(self.folder).as_posix()
         tests = of_each_some(self.entered.of(name, path.read_text(encoding="utf-8"), line))
         tests = sorted(tests, key=lambda test: test.split("::")[0] not in first)
-        return [*(file for file in self.reach.of(path) if not self.entered.is_same(file)), *tests] if tests else []
+        newer = [file for file in self.reach.of(path) if not self.entered.is_same(file)]
+        return [*self.doctests(path), *newer, *tests] if tests else []
 
     def run(
         self,

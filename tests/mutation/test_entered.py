@@ -141,6 +141,14 @@ def test_a_mutant_s_tests_are_those_of_its_line_and_test_files_newer_than_the_re
     assert later == ["tests/test_newer.py", f"{T}test_negative"]
 
 
+def test_doctests_of_the_file_come_first(repository):
+    folder, out = repository
+    server = Server(folder, "bridge", "tests", out)
+    server.doctests = lambda path: [path.name]
+    assert server.recorded(folder / FILE, line_of("return -1"), []) == ["code_recorded.py", f"{T}test_negative"]
+    assert Server(folder, "bridge", "tests", out).doctests(folder / FILE) == []
+
+
 def test_marks_change_no_result_and_stand_behind_docstrings_and_imports_from_the_future():
     text = marked(SOURCE, FILE)
     module: dict = {"__name__": "marked"}

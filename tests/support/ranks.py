@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.support import warm
 
+CURRENT = "PYTEST_CURRENT_TEST"
 LIMIT = 300.0
 """Seconds until ranks that do not answer are asked where they are."""
 
@@ -43,8 +44,9 @@ def results(rank: Callable[..., None], count: int, folder: Path) -> list[tuple[A
     context = forking()
     queue = context.Queue()
     traces = [folder / f"stacks of rank {n}.txt" for n in range(count)]
+    test = os.environ.get(CURRENT, "")
     processes = [
-        context.Process(target=_watched, args=(rank, str(trace), n, f"file://{folder}/store", queue))
+        context.Process(target=_watched, args=(rank, str(trace), test, n, f"file://{folder}/store", queue))
         for n, trace in enumerate(traces)
     ]
     for process in processes:
@@ -65,8 +67,9 @@ def results(rank: Callable[..., None], count: int, folder: Path) -> list[tuple[A
     return sorted(received, key=lambda message: message[0])
 
 
-def _watched(rank: Callable[..., None], trace: str, *arguments: Any) -> None:
+def _watched(rank: Callable[..., None], trace: str, test: str, *arguments: Any) -> None:
     """A rank that writes the stacks of all its threads when it gets SIGUSR1, or crashes."""
+    os.environ[CURRENT] = test  # the server's is that of the test which began it
     with open(trace, "w") as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file)

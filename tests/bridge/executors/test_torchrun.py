@@ -58,3 +58,32 @@ def test_a_death_that_is_known_at_exit_is_not_raised_again_there(monkeypatch):
     monkeypatch.undo()
     RemoteExecutor._end_workers(executor, 1.0)
     atexit.unregister(executor._at_exit)
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("whose", ["ours", "the script's"])
+def test_the_end_takes_back_the_executor_s_own_handler_in_the_main_thread_alone(whose, thread, monkeypatch):
+    """Python sets handlers in the main thread alone, and one that the script has installed meanwhile stays."""
+    executor = TorchrunExecutor.__new__(TorchrunExecutor)
+    monkeypatch.setattr(executor, "_stuck", lambda: True)
+    handler = executor._terminated if whose == "ours" else lambda number, frame: None
+    before, raised = signal.signal(signal.SIGTERM, handler), []
+
+    def end():
+        try:
+            executor._finish()
+        except ValueError as error:
+            raised.append(error)
+
+    try:
+        if thread == "main":
+            end()
+        else:
+            other = threading.Thread(target=end)
+            other.start()
+            other.join()
+        after = signal.getsignal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not raised
+    assert after == (signal.SIG_DFL if (whose, thread) == ("ours", "main") else handler)

@@ -37,6 +37,20 @@ def test_any_flipped_bit_changes_the_checksum(dtype, count, seed, place, bit, fe
     assert checksum(tensor) != before
 
 
+@pytest.mark.parametrize("count", range(18))
+def test_tensors_of_any_number_of_bytes(count):
+    """Words are as long as divides the bytes: 8, 4, 2 or 1."""
+    octets = torch.arange(1, count + 1, dtype=torch.uint8)
+    width = next(width for width in (8, 4, 2, 1) if count % width == 0)
+    words = [
+        int.from_bytes(bytes(octets[i : i + width].tolist()), "little", signed=True) for i in range(0, count, width)
+    ]
+    if width == 1:
+        words = [word % 256 for word in words]
+    mixed = [mix(signed((word + place * GOLDEN) & MASK)) & MASK for place, word in enumerate(words)]
+    assert checksum(octets) & MASK == sum(mixed) & MASK
+
+
 @given(dtype=DTYPES, count=st.integers(2, 2000), seed=st.integers(0, 999), few=st.booleans(), data=st.data())
 @example(torch.float32, 514, 0, True, None)
 @example(torch.float32, 2000, 1, True, None)
