@@ -1,19 +1,23 @@
 """``rl-fn train TRAINER --help``: the options that most runs need, by their use; and words for a shell to complete."""
 
 import ast
+import contextlib
 import dataclasses
 import inspect
+import io
+import re
 import textwrap
 import typing
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from rl_bridge.common.terminal import say
 from rl_bridge.run.options import shown
 from rl_bridge.run.run_toml import dashed
-from rl_tools.trainers import TRAINERS, TrainerOptions, choices_of, load, options_of
+from rl_tools.new import loops
+from rl_tools.trainers import TRAINERS, TrainerOptions, choices_of, expanded, load, options_of
 
 MOST = 40
 """Options on the short page."""
@@ -127,9 +131,11 @@ def _texts_of(kind: type) -> dict[str, str]:
 # A shell's completion.
 
 SHELLS = ("bash", "zsh")
+OF_TRAINERS = ("train", "plan", "tune")
+"""Commands that take the options of a trainer."""
 
 
-def completion(words: list[str], commands: Collection[str]) -> int:
+def completion(words: list[str], commands: Mapping[str, str]) -> int:
     """``rl-fn completion bash`` prints the script that a shell reads; ``rl-fn completion -- WORDS`` prints the words
     that may come next."""
     if words[:1] == ["--"]:
@@ -151,19 +157,81 @@ def completion(words: list[str], commands: Collection[str]) -> int:
     return 0
 
 
-def next_words(words: list[str], commands: Collection[str]) -> list[str]:
-    """Words that may stand in the place of the last one of ``words``, which may be a part of a word."""
-    before, last = words[:-1], words[-1] if words else ""
-    if not before:
-        candidates = [*commands, "--help", "--version"]
-    elif before[0] in ("train", "plan", "tune") and len(before) == 1:
-        candidates = list(TRAINERS)
-    elif before[0] in ("train", "plan", "tune") and before[1] in TRAINERS:
-        default = load(TRAINERS[before[1]].default)
+def next_words(words: list[str], commands: Mapping[str, str]) -> list[str]:
+    """Words that may stand in the place of the last one of ``words``, which may be a part of a word.
+
+    None are the names of files, which a shell completes where there is nothing else. ``commands``: command → function.
+    """
+    # A shell takes `--dtype=float32` for three words.
+    before, last = [word for word in words[:-1] if word != "="], (words or [""])[-1].removeprefix("=")
+    candidates = _behind(before[0], before[1:], commands) if before else [*commands, "--help", "--version"]
+    return sorted({word for word in candidates if word.startswith(last)})
+
+
+def _behind(command: str, words: Sequence[str], commands: Mapping[str, str]) -> list[str]:
+    """Words that may follow the ``words`` behind a command: values of the option that they end with, or options."""
+    if command == "completion" or command not in commands:
+        return list(SHELLS) if command == "completion" and not words else []
+    page = _page(commands[command])
+    firsts = _first_words(command, page)
+    if not words:
+        return [*firsts, *_options_of(page), "--help"]
+    if command == "quantize" and words[0] in firsts:
+        page = _page(commands[command], words[0])
+    takes: dict[str, list[str] | None] = dict(_options_of(page))
+    options = TrainerOptions()
+    if command in OF_TRAINERS and (trainer := _trainer(words)) is not None:
+        default = load(TRAINERS[trainer].default)
         options = options_of(default if isinstance(default, type) else default(()))
-        names = [*options.kinds, *options.of_recipes]
-        recipes = [f"{holder}:{name}" for holder, names in options.recipes.items() for name in names]
-        candidates = [*(f"--{name}" for name in names), *recipes, "--help", "--help-all"]
-    else:
-        candidates = []
-    return sorted(word for word in candidates if word.startswith(last))
+    kinds = options.kinds | options.of_recipes
+    takes |= {f"--{name}": None if kind is bool else _values(kind) for name, kind in kinds.items()}
+    if command == "tune":
+        takes |= {f"--space.{name}": [] for name in (*kinds, *options.recipes)}
+    if (values := takes.get(words[-1])) is not None:
+        return values
+    recipes = [f"{holder}:{name}" for holder, names in options.recipes.items() for name in names]
+    return [*takes, *recipes, "--help", *(["--help-all"] if options.kinds else [])]
+
+
+def _trainer(words: Sequence[str]) -> str | None:
+    """The trainer that words begin with, or that their run files name; None where neither does."""
+    try:
+        return expanded(list(takewhile(lambda word: not word.startswith("-"), words)))[0]
+    except ValueError:
+        return None
+
+
+def _values(kind: Any) -> list[str]:
+    """The values of an option that has a few."""
+    if typing.get_origin(kind) is typing.Literal:
+        return [str(value) for value in typing.get_args(kind)]
+    return [value for part in typing.get_args(kind) for value in _values(part)]
+
+
+@cache
+def _page(function: str, *words: str) -> str:
+    """The page that a command prints for ``--help``; of ``train``, whose options are its trainer's, none."""
+    page = io.StringIO()
+    with contextlib.redirect_stdout(page), contextlib.suppress(SystemExit):
+        if function:
+            load(function)([*words, "--help"])
+    return page.getvalue()
+
+
+def _options_of(page: str) -> dict[str, list[str] | None]:
+    """Option of a page → its values, as far as the page lists these; None for a switch."""
+    takes: dict[str, list[str] | None] = {}
+    for option, listed in re.findall(r"(?<![\w.-])(--[a-z][a-z-]*)(?![\w.-])(?: \[?(\{[^}]*\}|[A-Z]\w*|\d\w*))?", page):
+        values = re.findall(r"[\w-]+", listed) if listed.startswith("{") else []
+        takes[option] = values if listed else takes.get(option)
+    return takes
+
+
+def _first_words(command: str, page: str) -> list[str]:
+    """What a command begins with: a trainer, a loop, or one of the words in braces or between strokes on its page."""
+    if command == "new":
+        return list(loops())
+    if command in OF_TRAINERS:
+        return [*TRAINERS, *(["report"] if command == "tune" else [])]
+    listed = re.match(r"usage: rl-fn \w+ (?:\[-h\] )?\{?(\w+(?:(?:,| \| )\w+)+)", page)
+    return re.findall(r"\w+", listed[1]) if listed else []

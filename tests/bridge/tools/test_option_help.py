@@ -1,6 +1,9 @@
 """The short page of a trainer's options, and the words that a shell completes."""
 
+import contextlib
+import re
 import subprocess
+import typing
 
 import pytest
 
@@ -54,6 +57,71 @@ def test_a_shell_completes_commands_options_and_recipes(shell: str, capsys):
     assert completed(["train", "policy", "--optimizer.le"]) == ["--optimizer.learning-rate"]
     assert completed(["train", "policy", "objective:gs"]) == ["objective:gspo", "objective:gspo-token"]
     assert completed(["train", "sft", "objective:"]) == []
+
+
+BEHIND = {
+    "a command's own words": ("check", ["openrlhf", "trl", "tunix", "verl"]),
+    "a sub-command's option": ("quantize verify --e", ["--engine"]),
+    "values of such an option": ("quantize verify --engine ", ["in_process", "none", "vllm"]),
+    "values that a page of boxes lists": ("export runs/x --to ", ["mlflow", "tensorboard", "trackio", "wandb"]),
+    "a file": ("export runs/x --output ", []),
+    "several words": ("report runs/x runs/y --w", ["--watch"]),
+    "values of a study's option": ("tune policy --pruner ", ["asha", "none", "paired"]),
+    "what a study searches": ("tune policy --space.optimizer.le", ["--space.optimizer.learning-rate"]),
+    "a domain": ("tune policy --space.optimizer.learning-rate ", []),
+    "a plan's own option": ("plan policy --fi", ["--fits"]),
+    "a value behind a sign": ("train policy --dtype = fl", ["float32"]),
+    "nothing behind the sign yet": ("train policy --dtype =", ["bfloat16", "float32"]),
+    "an option behind a switch": ("train policy --resume --optimizer.le", ["--optimizer.learning-rate"]),
+    "a shell": ("completion ", ["bash", "zsh"]),
+    "what is no command": ("trian ", []),
+    "a file that is not there": ("train missing.toml --dty", []),
+}
+
+
+@pytest.mark.parametrize("line", BEHIND)
+def test_what_may_stand_behind(line: str):
+    words, expected = BEHIND[line]
+    words = words.split(" ") if " " in words else [words, ""]
+    assert [word for word in completed(words) if word != "--help"] == expected
+
+
+@pytest.mark.parametrize("command", [command for command, function in COMMANDS.items() if function])
+def test_every_option_of_a_command_s_page_is_completed(command: str, capsys):
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    page = capsys.readouterr().out
+    options = {
+        option
+        for pair in re.findall(r"(?m)^\W*(?:-\w, )?(--[a-z][a-z-]*)(?:, (--[a-z][a-z-]*))?", page)
+        for option in pair
+        if option
+    }
+    assert options or command == "check"
+    assert options <= {*completed([command, "--"]), *completed([command, "x", "--"])}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_values_of_every_option_that_has_a_few(trainer: str):
+    kinds = options_of(config_of_defaults(trainer)).kinds
+    few = {name: kind for name, kind in kinds.items() if typing.get_origin(kind) is typing.Literal}
+    assert len(few) > 3
+    for name, kind in few.items():
+        assert completed(["train", trainer, f"--{name}", ""]) == sorted(map(str, typing.get_args(kind)))
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "tune"])
+def test_a_run_file_names_the_trainer_whose_options_are_completed(command: str, tmp_path):
+    (tmp_path / "a.toml").write_text('trainer = "preference"\n')
+    (tmp_path / "b.toml").write_text("steps = 3\n")
+    files = [str(tmp_path / "a.toml"), str(tmp_path / "b.toml")]
+    assert completed([command, *files, "loss:dpo-n"]) == ["loss:dpo-norm"]
+    assert completed([command, *files, "--steps", "3", "--optimizer.le"]) == ["--optimizer.learning-rate"]
+    assert "--optimizer.learning-rate" not in completed([command, files[1], "--o"])
+
+
+def test_loops_are_completed_by_their_names():
+    assert {"grpo", "ppo", "sft"} <= set(completed(["new", ""])) and completed(["new", "gr"]) == ["grpo"]
 
 
 def test_bash_asks_for_the_words_that_it_completes(tmp_path, capsys):

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_kernels import sample
 from rl_kernels.sampling import cutoff
+from tests.kernels.operations import sample
 
 KINDS = ("flat", "peaked", "ties", "equal", "one token", "nothing")
 
