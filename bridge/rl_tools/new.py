@@ -1,4 +1,7 @@
-"""``rl-fn new``: a loop to begin with, written as a file of the user's own."""
+"""``rl-fn new``: a loop to begin with, written as a file of the user's own.
+
+The file stands alone as each command's does: the command line imports what was asked for and nothing else.
+"""
 
 import argparse
 import ast

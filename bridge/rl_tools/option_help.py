@@ -228,7 +228,7 @@ def _options_of(page: str) -> dict[str, list[str] | None]:
 
 
 def _first_words(command: str, page: str) -> list[str]:
-    """What a command begins with: a trainer, a loop, or one of the words in braces or between strokes on its page."""
+    """Words that a command may begin with: trainers, loops, or those in braces or between strokes on its page."""
     if command == "new":
         return list(loops())
     if command in OF_TRAINERS:
