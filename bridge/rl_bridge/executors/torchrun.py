@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +33,8 @@ _NUMBERS = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 1, "LOCAL_RANK": 0, "LOCA
 """Variable → the least that it can be."""
 PATIENCE = 10.0
 """Seconds without the other ranks until a line says who is waited for."""
+NOTICED = 2.0
+"""Seconds in which a rank's death is noticed, behind torchrun's signal to the others."""
 logger = logging.getLogger(__name__)
 
 
@@ -145,7 +148,10 @@ class TorchrunExecutor(RemoteExecutor):
         """Raise the cause in the main thread, unless it is being raised already."""
         if self._exiting:  # there is nobody whom a cause could be raised to, and the end is near
             return
-        deaths = [w.death for w in self._workers.values() if isinstance(w, Remote) and w.death is not None]
+        # On a busy machine the signal comes before the end of the dead rank's channel has been read.
+        deadline = time.monotonic() + NOTICED
+        while not (deaths := self._deaths()) and time.monotonic() < deadline:
+            time.sleep(0.02)
         if not deaths:
             raise SystemExit(128 + number)
         if _under_way(sys.exc_info()[1]):
@@ -158,6 +164,9 @@ class TorchrunExecutor(RemoteExecutor):
             timer.start()
             return
         raise WorkerDied("; ".join(str(death) for death in deaths))
+
+    def _deaths(self) -> list[WorkerDied]:
+        return [w.death for w in self._workers.values() if isinstance(w, Remote) and w.death is not None]
 
     def _stuck(self) -> bool:
         return not self._workers[0].ended(0)

@@ -60,6 +60,23 @@ def test_a_death_that_is_known_at_exit_is_not_raised_again_there(monkeypatch):
     atexit.unregister(executor._at_exit)
 
 
+def test_a_death_that_is_noticed_a_moment_after_the_signal_is_the_cause_all_the_same(monkeypatch):
+    """On a busy machine rank 0 ended with status 143 and said no cause."""
+    executor = TorchrunExecutor.__new__(TorchrunExecutor)
+    dead = Mock(spec=Remote, death=None)
+    for name, value in {"_workers": {1: dead}, "_exiting": False, "_warned": True}.items():
+        monkeypatch.setattr(executor, name, value, raising=False)
+    timer = threading.Timer(0.3, lambda: setattr(dead, "death", WorkerDied("slot 1 ended")))
+    timer.start()
+    monkeypatch.setattr(torchrun, "NOTICED", 60.0)
+    with pytest.raises(WorkerDied, match="slot 1 ended"):
+        executor._terminated(signal.SIGTERM, None)
+    dead.death = None
+    monkeypatch.setattr(torchrun, "NOTICED", 0.0)
+    with pytest.raises(SystemExit, match="143"):
+        executor._terminated(signal.SIGTERM, None)
+
+
 @pytest.mark.parametrize("thread", ["main", "another"])
 @pytest.mark.parametrize("whose", ["ours", "the script's"])
 def test_the_end_takes_back_the_executor_s_own_handler_in_the_main_thread_alone(whose, thread, monkeypatch):
