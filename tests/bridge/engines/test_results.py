@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_bridge.engines import returns
 from rl_bridge.engines.dispatch import declared, join
@@ -28,6 +30,17 @@ def test_sums_that_are_none():
 def test_rows_of_other_widths_are_padded_with_zeros():
     joined = join([torch.ones(1, 3), torch.ones(2, 2)], "rows", "test")
     assert joined.tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4), depth=st.integers(0, 2)
+)
+def test_parts_of_any_rows_and_widths_keep_their_numbers(shapes, depth):
+    parts = [torch.full((rows, width, *[2] * depth), float(n + 1)) for n, (rows, width) in enumerate(shapes)]
+    joined = join(parts, "rows", "test")
+    assert joined.shape == (sum(rows for rows, _ in shapes), max(width for _, width in shapes), *[2] * depth)
+    for part, rows in zip(parts, joined.split([len(part) for part in parts]), strict=True):
+        assert torch.equal(rows[:, : part.shape[1]], part) and not rows[:, part.shape[1] :].any()
 
 
 @pytest.mark.parametrize("value", [torch.tensor(1.0), 3, None, "text"])

@@ -235,7 +235,7 @@ CASES = {
         (lax.rem, FINITE, FINITE + 0.75),
         (lambda x: lax.rem(x, 0.3), FLOATS),
         *whole(lax.rem),
-        (lambda x: lax.rem(x, np.int32(3)), WHOLE),
+        *((lambda x, y=y: lax.rem(x, np.int32(y)), WHOLE) for y in (3, -1)),
     ],
     "remat2": [(jax.checkpoint(lambda x: jnp.sin(x) * x), FINITE)],
     "reshape": [(lambda x: x.reshape(x.shape[1], -1), FINITE), (lambda x: x.reshape(3, 0), EMPTY)],
