@@ -1,6 +1,7 @@
 """Test-wide switches, set before rl_fn is imported: annotations checked at run time, strict JAX promotion."""
 
 import atexit
+import builtins
 import ctypes
 import functools
 import gc
@@ -173,8 +174,10 @@ def pytest_runtest_teardown(item, nextitem):
     """Between two test functions or cases, give compiled programs back once the process has grown large.
 
     An engine that ends collects all garbage. What the tests of a file have left, programs of JAX above all, is frozen,
-    so that these collections do not look at it.
+    so that these collections do not look at it. The value that a doctest showed last goes as well: when tyro is
+    imported, it makes a set of all builtins.
     """
+    vars(builtins).pop("_", None)
 
     def about(item):
         return case_of(item) or item.nodeid.split("[")[0]

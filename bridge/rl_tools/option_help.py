@@ -202,10 +202,15 @@ def _trainer(words: Sequence[str]) -> str | None:
 
 
 def _values(kind: Any) -> list[str]:
-    """The values of an option that has a few."""
+    """The values of an option that has a few; a switch takes none, unless it may be None as well.
+
+    >>> _values(bool | None), _values(bool)
+    (['True', 'False'], [])
+    """
+    parts = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
-        return [str(value) for value in typing.get_args(kind)]
-    return [value for part in typing.get_args(kind) for value in _values(part)]
+        return [str(value) for value in parts]
+    return [value for part in parts for value in (["True", "False"] if part is bool else _values(part))]
 
 
 @cache

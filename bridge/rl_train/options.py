@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rl_bridge.common.terminal import remark
 from rl_bridge.engines.engine import Turns
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
@@ -29,7 +30,30 @@ class RecipeOptions(TrainingOptions):
 
     def adamw(self, updates: int, optimizer: OptimizerConfig | None = None) -> AdamW:
         """The run's optimiser, or another one, with the length of its schedule."""
-        return AdamW(**asdict(self.optimizer if optimizer is None else optimizer), total=updates)
+        config = self.optimizer if optimizer is None else optimizer
+        values = asdict(config)
+        if config.decay == "constant":
+            del values["final"]  # of the command's default values, which this decay does not read
+        return AdamW(**values, total=updates)
+
+    def remark_on_warmup(self, updates: int, part: str = "optimizer", optimizer: OptimizerConfig | None = None) -> None:
+        """Say where a run ends before its learning rate is what the options name."""
+        config = self.optimizer if optimizer is None else optimizer
+        if updates < config.warmup:
+            highest = config.scale(updates - 1, updates) * config.learning_rate
+            remark(
+                f"--{part}.warmup {config.warmup} is longer than the run (updates: {updates}): the learning rate "
+                f"comes to {highest:.3g}, and never to {config.learning_rate:g}"
+            )
+
+    def unread(self) -> dict[str, str]:
+        """Options that nothing reads beside the others."""
+        return super().unread() | self.unread_of("optimizer", self.optimizer)
+
+    @staticmethod
+    def unread_of(part: str, optimizer: OptimizerConfig) -> dict[str, str]:
+        """The options of an optimiser that its schedule does not read."""
+        return {f"{part}.final": f"with --{part}.decay constant"} if optimizer.decay == "constant" else {}
 
     @property
     def workers_apart(self) -> int:

@@ -173,7 +173,7 @@ def beside_policy(
             policy.sync_weights(models["reference"])
     if objective.value is not None:
         trunk = critic_model(beside, model, policy, folder, warm=warm is not None)
-        optimizer = options.adamw(options.policy.steps * options.policy.updates_per_step, options.critic.optimizer)
+        optimizer = options.adamw(options.critic_updates, options.critic.optimizer)
         models["critic"] = enter(Critic(trunk, objective, optimizer, **place))
     if beside.teacher is not None:
         models["teacher"] = enter(Teacher(beside.teacher, model, **place))

@@ -125,6 +125,7 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     """
     model, both = inputs.model, [*inputs.rows.rows, *inputs.held_out]
     inputs.census.settle(trained=len(inputs.rows), held_out=len(inputs.held_out), step=options.rows_of_steps())
+    options.remark_on_warmups()
     inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on)
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)

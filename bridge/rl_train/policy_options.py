@@ -112,9 +112,16 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
             self.rollout.require_own(self.model)
         objective = self.objective_and_control()[0]
         require_objective(objective, self.policy)
-        if not reads_reference(objective) and not self.track_kl:
+        if reads_reference(objective):
+            require_used(self, ("track_kl",), f"with {objective.name}, which reads the reference")
+        elif not self.track_kl:
             reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
             require_used(self.policy, ("reference_every", "reference_share"), reason, part="policy")
+        if self.reward_weights and self.policy.scalar.weights is not None:
+            require_used(self, ("reward_weights",), "beside --policy.scalar.weights")
+        if not self.policy.pass_at and "correct" not in required_fields(objective):
+            reason = f"without --policy.pass-at, with {objective.name}, which does not read what is correct"
+            require_used(self.policy, ("correct_reward",), reason, part="policy")
         if objective.value is None:
             names = [option.name for option in fields(self.critic)]
             require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")
@@ -131,6 +138,13 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     def objective_and_control(self) -> tuple[rl_fn.Objective, dict[str, rl_fn.Controller]]:
         """The objective with its terms, and the controllers of their coefficients, by term."""
         return controlled(self.objective.build(), self.kl_control, self.entropy_control, self.completions)
+
+    def unread(self) -> dict[str, str]:
+        """Options that nothing reads beside the others, those of a warm start without steps among them."""
+        unread = super().unread() | self.unread_of("critic.optimizer", self.critic.optimizer)
+        if self.sft.steps:
+            return unread | self.unread_of("sft.optimizer", self.sft.optimizer)
+        return unread | dict.fromkeys(("sft.rows_per_step", "sft.optimizer"), "without --sft.steps")
 
     def checked_objective(self) -> tuple[rl_fn.Objective, dict[str, rl_fn.Controller]]:
         """The same, once a loss of the user's own has been tried.
@@ -189,6 +203,19 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         return (self.policy.steps - self.policy.critic_warmup) * self.policy.updates_per_step
 
     @property
+    def critic_updates(self) -> int:
+        """Updates of the critic."""
+        return self.policy.steps * self.policy.updates_per_step
+
+    def remark_on_warmups(self) -> None:
+        """Say which learning rates never become what the options name."""
+        self.remark_on_warmup(self.policy_updates)
+        if self.sft.steps:
+            self.remark_on_warmup(self.sft.steps, "sft.optimizer", self.sft.optimizer)
+        if self.objective_and_control()[0].value is not None:
+            self.remark_on_warmup(self.critic_updates, "critic.optimizer", self.critic.optimizer)
+
+    @property
     def workers_apart(self) -> int:
         """Workers of the rollout alone, in which the trained models have no part."""
         return self.asynchronous.rollout_workers or 0
@@ -219,4 +246,9 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
 
 def reads_reference(objective: rl_fn.Objective) -> bool:
     """Whether a term of the objective is of the reference's probabilities."""
-    return "ref_logprobs" in (*objective.required_batch_fields, *objective.required_rollout_fields)
+    return "ref_logprobs" in required_fields(objective)
+
+
+def required_fields(objective: rl_fn.Objective) -> tuple[str, ...]:
+    """Fields that the loss and the advantages read."""
+    return (*objective.required_batch_fields, *objective.required_rollout_fields)

@@ -48,6 +48,11 @@ class RowOptions(RecipeOptions):
             raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
         if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
             raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
+        if self.offload == "phases":
+            raise ValueError(
+                "--offload phases has no effect with one model at a time, of which none waits: --offload always keeps "
+                "weights, gradients and optimiser in host memory"
+            )
         if self.epochs is not None:
             require_used(self, ("steps",), f"beside --epochs {self.epochs}")
 
@@ -70,5 +75,6 @@ class RowOptions(RecipeOptions):
             ValueError: rows were left out, and those to train on are fewer than one step takes.
         """
         step, rows = {"--rows-per-step": self.rows_per_step}, len(inputs.rows)
+        self.remark_on_warmup(self.steps_for(rows))
         inputs.census.settle(trained=trained, held_out=held_out, step=step, examples=rows)
         return inputs.fingerprints | self.fingerprints(inputs.model.tokenizer)

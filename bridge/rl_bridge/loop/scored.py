@@ -58,6 +58,8 @@ class AdamW(OptimizerConfig):
                 f"the rate decays to its last update, AdamW(…, total=updates): got {given(self, 'decay', 'final')} "
                 "without a total"
             )
+        if self.decay == "constant" and self.final != OptimizerConfig.final:
+            raise ValueError(f"a constant rate ends where it was: final={self.final} has no effect with decay constant")
         if self.total is not None and self.total < 1:
             raise ValueError(f"total counts updates and is at least 1, or None, got {self.total}")
 

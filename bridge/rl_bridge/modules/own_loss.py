@@ -17,7 +17,7 @@ from rl_bridge.functional import from_jax
 from rl_bridge.functional.torch_call import torch_call
 from rl_fn import Batch
 from rl_fn.aggregation import MODES
-from rl_fn.objectives.components.component import Custom, PerToken
+from rl_fn.objectives.components.component import Custom, PerToken, naming_errors
 
 GIVEN = ("logprobs", "mask")
 """Fields that each loss gets."""
@@ -96,7 +96,8 @@ class TorchLoss(PerToken):
         Raises:
             TypeError, ValueError: the function does not return a number for each token.
         """
-        losses = self.function(LossBatch(dict(zip((*GIVEN, *self.reads), tensors, strict=True))))
+        with naming_errors(self.name):
+            losses = self.function(LossBatch(dict(zip((*GIVEN, *self.reads), tensors, strict=True))))
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             what = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise TypeError(f"the loss {self.name} returns a tensor of floating-point numbers, got {what}")

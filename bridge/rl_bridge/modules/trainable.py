@@ -68,8 +68,11 @@ class OptimizerConfig:
                 "need a finite learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
                 f"{given(self, 'learning_rate', 'max_grad_norm', 'warmup', 'final')}"
             )
-        if self.initial is not None and not 0 <= self.initial <= 1:
-            raise ValueError(f"need initial in [0, 1] or None, got {given(self, 'initial')}")
+        if self.initial is not None and not (0 <= self.initial <= 1 and self.warmup):
+            raise ValueError(
+                "initial is a share from 0 to 1 that the warm-up begins at, or None, and needs a warmup of at least 1, "
+                f"got {given(self, 'initial', 'warmup')}"
+            )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
             raise ValueError(
                 "need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got "

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -343,12 +343,9 @@ class AsynchronousOptions:
                 f"{given(self, 'max_staleness', 'tokens_beside', 'round_tokens', 'rollout_workers')}"
             )
         if not self.on:
-            others = [name for name in ("partial", "tokens_beside", "request_seconds") if getattr(self, name)]
-            if others or not self.deterministic or self.window > 1:
-                raise ValueError(
-                    "without max_staleness nothing runs ahead, got "
-                    f"{given(self, 'partial', 'tokens_beside', 'request_seconds', 'deterministic', 'window')}"
-                )
+            names = ("partial", "deterministic", "tokens_beside", "round_tokens", "window", "request_seconds")
+            if any(option.default != getattr(self, option.name) for option in fields(self) if option.name in names):
+                raise ValueError(f"without max_staleness nothing runs ahead, got {given(self, *names)}")
         elif self.deterministic and self.window > 1:
             raise ValueError("a window lets prompts pass each other as they come: it needs deterministic=False")
         else:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -50,8 +51,8 @@ def _numbers(value: Any, name: str, kind: type) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def require_used(options: Any, names: Sequence[str], without: str, *, part: str = "") -> None:
-    """Refuse options that nothing would read, unless they have their default values.
+def require_used(options: Any, names: Sequence[str], without: str, *, part: str = "", begun: Any = None) -> None:
+    """Refuse options that nothing would read, unless they have their default values, or those of ``begun``.
 
     ``without``: the words of the message that say why nothing reads them. ``part``: their place in a run's options.
 
@@ -62,6 +63,7 @@ def require_used(options: Any, names: Sequence[str], without: str, *, part: str 
         if option.name in names:
             value = getattr(options, option.name)
             default = option.default if option.default_factory is MISSING else option.default_factory()
+            default = default if begun is None else getattr(begun, option.name)
             if value != default:
                 full = f"{part}.{option.name}" if part else option.name
                 if is_dataclass(value):  # The message has the first option of the part that was given.
@@ -70,6 +72,18 @@ def require_used(options: Any, names: Sequence[str], without: str, *, part: str 
                     if changed:
                         full, value = f"{full}.{changed[0]}", getattr(value, changed[0])
                 raise ValueError(f"--{full.replace('_', '-')} {shown(value)} has no effect {without}")
+
+
+def require_read(options: "RunOptions", begun: "RunOptions") -> None:
+    """Refuse options that nothing reads beside the others, unless a command begins with them.
+
+    Raises:
+        ValueError: see ``require_used``.
+    """
+    for place, without in options.unread().items():
+        part, _, name = place.rpartition(".")
+        holder, before = (attrgetter(part)(each) if part else each for each in (options, begun))
+        require_used(holder, (name,), without, part=part, begun=before)
 
 
 def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], without: str) -> None:
@@ -162,6 +176,14 @@ class RunOptions:
                 raise ValueError(f"trackers are {', '.join(TRACKERS)}, got {tracker!r}")
         if not self.tracker_names():
             require_used(self, ("tracker_output", "tracker_project"), "without --trackers")
+
+    def unread(self) -> dict[str, str]:
+        """Option → why nothing reads it beside the others: of options that some command gives a value of its own.
+
+        ``require_read`` refuses other values than the command's. Options whose default is of their class are refused
+        when the options are made.
+        """
+        return {}
 
     def tracker_names(self) -> list[str]:
         """The names in ``trackers``, each once; a comma separates as a space does."""

@@ -4,8 +4,9 @@ Components are frozen dataclasses and not tuples, because tuples of different cl
 do, and jit would then mistake one objective for another.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -92,11 +93,22 @@ class Custom(PerToken):
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return one number per token."""
-        return self.function(batch)
+        with naming_errors(self.explain()):
+            return self.function(batch)
 
     def explain(self) -> str:
         """Return the function's name."""
         return getattr(self.function, "__name__", repr(self.function))
+
+
+@contextlib.contextmanager
+def naming_errors(function: str) -> Iterator[None]:
+    """Add the function's name to an error inside it, which a run shows where the traceback is not."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the function {function} of an objective")
+        raise
 
 
 def per_token(component: Any, required_fields: tuple[str, ...] = ()) -> PerToken:

@@ -65,7 +65,7 @@ def test_a_schedule_that_would_not_be_the_asked_one_is_refused(options, words):
 
 
 def test_a_schedule_is_the_asked_one():
-    assert AdamW(1e-3, decay="constant").decay == AdamW(1e-3, decay="constant", total=9, final=0.5).decay == "constant"
+    assert AdamW(1e-3, decay="constant").decay == AdamW(1e-3, decay="constant", total=9).decay == "constant"
     assert AdamW(1e-3, decay="cosine", total=9, final=0.5).scale(8 + 10, 9) == 0.5
 
 

@@ -12,7 +12,7 @@ import rl_fn
 from rl_bridge import torch_loss
 from rl_bridge.functional import from_jax
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.modules.own_loss import check_loss, load_loss
+from rl_bridge.modules.own_loss import check_loss, load_loss, trial_batch
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -297,6 +297,38 @@ def test_a_loss_of_a_file_is_that_of_its_function_and_pickles_by_its_path(tmp_pa
         assert from_jax(again.__call__)(batch).tolist() == [[1.0, 2.0]]
     assert load_loss(f"{file}:declared").over_batch is False and load_loss(f"{file}:in_jax").over_batch is True
     assert load_loss(f"{file}:in_torch").gradient_without_advantage is False
+
+
+FAILING = """
+import jax.numpy as jnp
+from rl_bridge import torch_loss
+
+def in_jax(batch):
+    return -batch.logprobs * batch.advantage
+
+def by_hand(batch):
+    raise KeyError("by hand")
+
+@torch_loss
+def in_torch(batch):
+    return -batch.logprobs * batch.advantages[:, :2]
+"""
+
+
+@pytest.mark.parametrize("name", ["in_jax", "by_hand", "in_torch"])
+def test_an_error_inside_a_loss_names_it(tmp_path, name):
+    """By a note behind the error, whatever it is: the trial's first, and a later batch's where the trial passes."""
+    (file := tmp_path / "losses.py").write_text(FAILING)
+    loss = load_loss(f"{file}:{name}")
+    for fails in (lambda: check_loss(loss), lambda: from_jax(loss.__call__)(Batch(**trial_of_three()))):
+        with pytest.raises((AttributeError, KeyError, RuntimeError)) as error:
+            fails()
+        assert error.value.__notes__[:1] == [f"in the function {name} of an objective"]
+
+
+def trial_of_three():
+    tokens = trial_batch(3, 6)
+    return {name: tokens[name] for name in ("logprobs", "old_logprobs", "advantages", "mask")}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_bridge.pipelines.objective_options import ALGORITHMS, KLOptions
 from rl_tools.trainers import TRAINERS, load, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
@@ -58,6 +58,7 @@ def test_usr_5_no_number_of_any_option_may_be_nan_or_infinite(name):
 
 
 BRIDGE = Path(__file__).parents[3] / "bridge"
+WITH_KL = ALGORITHMS["dapo"](kl=KLOptions(coef=0.1))
 SIMPO, GRPO, PPO = LOSSES["simpo"](), ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
 USELESS = [
     ("sft", {"lora.target_modules": ("q_proj",)}, "without a --lora.rank"),
@@ -79,6 +80,12 @@ USELESS = [
     ("policy", {"policy.least_effective_share": 0.4}, "without --policy.recompute-old-logprobs"),
     ("policy", {"samples_kept": 2, "samples_every": 0}, "with --samples-every 0"),
     ("sft", {"tracker_project": "x"}, "without --trackers"),
+    ("sft", {"offload": "phases"}, "with one model at a time"),
+    ("preference", {"offload": "phases"}, "with one model at a time"),
+    ("reward-model", {"offload": "phases"}, "with one model at a time"),
+    ("policy", {"track_kl": False, "objective": WITH_KL}, "with dapo, which reads the reference"),
+    ("policy", {"policy.correct_reward": 0.5}, "without --policy.pass-at, with dapo"),
+    ("policy", {"reward_weights": (1.0,), "policy.scalar.weights": (2.0,)}, "beside --policy.scalar.weights"),
     ("policy", {"reward_timeout": 3.0}, "without a reward FILE.py:function"),
     ("policy", {"reward_protocol": "trl", "reward": ("exact", "http://x")}, "without a reward FILE.py:function"),
 ]
@@ -117,6 +124,44 @@ def test_no_message_has_the_whole_of_the_options_usr_17():
 def test_usr_9_an_option_that_nothing_would_read_is_refused(trainer, changes, reason):
     said = refusal(trainer, changes)
     assert f"--{next(iter(changes)).replace('_', '-')}" in said and f"has no effect {reason}" in said, said
+
+
+IN_VAIN = [
+    ("sft", "--optimizer.decay constant", "--optimizer.final 0.3"),
+    ("policy", "--optimizer.decay constant", "--optimizer.final 0.3"),
+    ("policy", "--model x", "--optimizer.final 0.3"),  # its decay is constant from the start
+    ("policy", "--sft.optimizer.decay constant", "--sft.optimizer.final 0.3"),
+    ("policy", "--critic.optimizer.decay constant objective:ppo", "--critic.optimizer.final 0.3"),
+    ("policy", "--sft.steps 0", "--sft.rows-per-step 7"),
+    ("policy", "--sft.steps 0", "--sft.optimizer.learning-rate 0.5"),
+    ("policy", "--model x", "--sft.optimizer.warmup 3"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "others", "given"), IN_VAIN, ids=[f"{t} {o} {g}" for t, o, g in IN_VAIN])
+def test_an_option_in_vain_is_refused_where_its_default_is_the_commands(trainer, others, given, capsys):
+    """The command's own default values pass beside the same options: nobody has given them."""
+    default = load(TRAINERS[trainer].default)
+    parse(default, others.split(), prog="x")
+    with pytest.raises(SystemExit) as refused:
+        parse(default, [*given.split(), *others.split()], prog="x")
+    assert refused.value.code == 2
+    assert f"rl-fn: error: {given} has no effect with" in capsys.readouterr().err
+
+
+def test_what_an_option_in_vain_needs_makes_it_good():
+    default = load(TRAINERS["policy"].default)
+    words = "--model x --sft.steps 2 --sft.rows-per-step 7 --optimizer.decay linear --optimizer.final 0.3"
+    options = parse(default, words.split(), prog="x")
+    assert (options.sft.rows_per_step, options.optimizer.final) == (7, 0.3)
+
+
+@pytest.mark.parametrize(("updates", "highest"), [(10, None), (9, "9e-05"), (1, "1e-05")])
+def test_a_warm_up_that_outlasts_the_run_is_remarked_on(updates, highest, capsys):
+    sft = load(TRAINERS["sft"].default)()
+    sft.remark_on_warmup(updates)
+    remark = f"--optimizer.warmup 10 is longer than the run (updates: {updates}): the learning rate comes to "
+    assert capsys.readouterr().out == ("" if highest is None else f"{remark}{highest}, and never to 0.0001\n")
 
 
 IMPOSSIBLE = [

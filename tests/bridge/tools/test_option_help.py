@@ -108,6 +108,9 @@ def test_the_values_of_every_option_that_has_a_few(trainer: str):
     assert len(few) > 3
     for name, kind in few.items():
         assert completed(["train", trainer, f"--{name}", ""]) == sorted(map(str, typing.get_args(kind)))
+    if trainer == "policy":  # an option of a recipe, which may be None
+        words = ["train", trainer, "objective:dapo", "--objective.dynamic-sampling", ""]
+        assert completed(words) == ["False", "True"]
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "tune"])
