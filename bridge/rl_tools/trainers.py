@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
 
 from rl_bridge.common.terminal import remark, say
-from rl_bridge.run.options import require_read
+from rl_bridge.run.options import in_vain
 from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, is_fixed, read_run_files
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     """The config of a command line.
 
     ``default``: a config, a function of the words that returns one, or its class. The options of the pipeline may stand
-    before and after the algorithm's sub-command. The process ends with status 2 for a wrong option,
-    and for one that nothing reads beside the others.
+    before and after the algorithm's sub-command. The process ends with status 2 for a wrong option.
+    An option that nothing reads beside the others is remarked on.
     """
     import tyro
 
@@ -87,24 +87,16 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
             if helps or left.code in (None, 0):
                 raise
         else:
-            return _read(parsed, default)
+            for message in in_vain(parsed, default() if isinstance(default, type) else default):
+                remark(message)
+            return parsed
     try:
         if phrases := options.unknown(words):
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
             raise SystemExit(2)
-        return _read(tyro.cli(kind, **settings), default)  # prints the error in a value
+        return tyro.cli(kind, **settings)  # prints the error in a value
     finally:
         say(f"all options: {prog} {HELP_ALL}", error=True)
-
-
-def _read(config: Any, default: Any) -> Any:
-    """The config of a command that begins with ``default``, none of whose options is given in vain."""
-    try:
-        require_read(config, default() if isinstance(default, type) else default)
-    except ValueError as error:
-        say(f"rl-fn: error: {error}", error=True)
-        raise SystemExit(2) from None
-    return config
 
 
 def config_of(words: Sequence[str], command: str) -> tuple[str, Any]:

@@ -70,8 +70,8 @@ class OptimizerConfig:
             )
         if self.initial is not None and not (0 <= self.initial <= 1 and self.warmup):
             raise ValueError(
-                "initial is a share from 0 to 1 that the warm-up begins at, or None, and needs a warmup of at least 1, "
-                f"got {given(self, 'initial', 'warmup')}"
+                "need initial in [0, 1] with a warmup of at least 1, which begins there, or None, got "
+                f"{given(self, 'initial', 'warmup')}"
             )
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
             raise ValueError(

@@ -74,16 +74,18 @@ def require_used(options: Any, names: Sequence[str], without: str, *, part: str 
                 raise ValueError(f"--{full.replace('_', '-')} {shown(value)} has no effect {without}")
 
 
-def require_read(options: "RunOptions", begun: "RunOptions") -> None:
-    """Refuse options that nothing reads beside the others, unless a command begins with them.
+def in_vain(options: "RunOptions", begun: "RunOptions") -> Iterator[str]:
+    """Messages about options that nothing reads beside the others, and that ``begun`` has other values of.
 
-    Raises:
-        ValueError: see ``require_used``.
+    ``begun``: the options that a command begins with.
     """
     for place, without in options.unread().items():
         part, _, name = place.rpartition(".")
         holder, before = (attrgetter(part)(each) if part else each for each in (options, begun))
-        require_used(holder, (name,), without, part=part, begun=before)
+        try:
+            require_used(holder, (name,), without, part=part, begun=before)
+        except ValueError as error:
+            yield str(error)
 
 
 def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], without: str) -> None:
@@ -180,8 +182,8 @@ class RunOptions:
     def unread(self) -> dict[str, str]:
         """Option → why nothing reads it beside the others: of options that some command gives a value of its own.
 
-        ``require_read`` refuses other values than the command's. Options whose default is of their class are refused
-        when the options are made.
+        A command remarks on other values than its own, which may have come from a run file or a study before the
+        option that they need was taken back. Options whose default is of their class are refused when they are made.
         """
         return {}
 

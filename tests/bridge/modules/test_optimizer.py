@@ -1,5 +1,7 @@
 """Every number of OptimizerConfig reaches the optimiser it is for."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -73,8 +75,7 @@ def optax_schedule(config, total):
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("final", [0.0, 0.25])
-@pytest.mark.parametrize("warmup", [0, 2, 7])
-@pytest.mark.parametrize("initial", [None, 0.0, 0.4])
+@pytest.mark.parametrize("warmup, initial", [(0, None), *itertools.product([2, 7], [None, 0.0, 0.4])])
 def test_every_schedule_is_optaxs_at_every_step(decay, final, warmup, initial):
     config, total = OptimizerConfig(learning_rate=3e-4, warmup=warmup, initial=initial, decay=decay, final=final), 23
     wanted = optax_schedule(config, total)
@@ -107,6 +108,7 @@ def test_optaxs_named_schedules_are_among_them(warmup):
         {"final": -0.1},
         {"initial": -0.1},
         {"initial": 2.0},
+        {"initial": 0.5, "warmup": 0},
         {"beta1": 1.0},
         {"beta2": -0.1},
         {"weight_decay": -1.0},

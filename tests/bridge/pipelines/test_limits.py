@@ -29,8 +29,8 @@ def test_usr_6_completions_that_are_cut_are_a_metric_and_a_warning(tmp_path, arg
     (tmp_path / "reward.py").write_text(REWARD)
     short = {"--policy.steps": 2, "--sft.steps": 0, "--policy.sampling.max-new-tokens": 1}
     run = run_to_end(arguments("cut", **short, **{"--reward": f"{tmp_path / 'reward.py'}:even_digits"}))
-    shares = [record["truncated"] for record in metrics(run)]
-    drawn = sum(record["truncated"] * 16 for record in metrics(run))
+    shares = [record["truncated"] for record in metrics(run) if "stage" in record]
+    drawn = sum(share * 16 for share in shares)
     assert len(shares) == 2 and all(0.5 <= share <= 1 for share in shares) and drawn == int(drawn)
     said = capsys.readouterr().out
     assert said.count("of the completions were cut at max_new_tokens=1") == 1
