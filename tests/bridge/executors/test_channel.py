@@ -52,6 +52,12 @@ def test_strangers_are_ignored(listener, monkeypatch):
         thing.close()
 
 
+def test_after_the_handshake_a_side_sends_however_long_the_other_takes(pair):
+    """The handshake bounds every write, and a worker that computes reads nothing for an hour."""
+    for end in pair:
+        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16) == struct.pack("ll", 0, 0)
+
+
 def test_who_did_not_come_is_named(listener):
     worker = connect([("127.0.0.1", listener.port)], listener.key, 1, None, 10)
     with pytest.raises(DeadlineExceeded, match=r"1 of 3 workers connected in 0\.5 s; slots \[2, 3\] did not"):

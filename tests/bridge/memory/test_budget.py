@@ -42,6 +42,10 @@ def test_it_shrinks_before_memory_is_short_and_learns_nothing_from_small_batches
     budget = TokenBudget(tokens=1000)
     budget.measured(base=10, peak=11, room=1000, tokens=100)
     assert budget.tokens == 1000
+    for whole, tokens in ((0, 1000), (1, 800)):  # without room nothing was measured
+        budget = TokenBudget(tokens=1000)
+        budget.measured(base=0, peak=1, room=whole, tokens=1000)
+        assert budget.tokens == tokens
     assert not TokenBudget(tokens=LEAST).failed()
 
 
