@@ -12,15 +12,16 @@ import re
 import sys
 import sysconfig
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 _OWN = ("rl_fn", "rl_kernels", "rl_bridge", "rl_train", "rl_tools")
 _INSTALLED = {"site-packages", "dist-packages"}
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _LONGEST = 160
 """Characters of a mark before it is cut; a hash of the whole follows then."""
 _DEEPEST, _MOST_AGAIN = 60, 10_000
@@ -250,28 +251,47 @@ def sources_of(file: Path, search: Sequence[str] | None = None) -> list[Path]:
             continue
         sources[path] = None
         try:
-            tree = ast.parse(path.read_bytes())
+            imports = _imports_in(path.read_bytes())
         except (SyntaxError, ValueError, OSError):  # loading the file says what is wrong with it
             continue
-        for name in _imported(tree, path, folders):
+        for name in _imported(imports, path, folders):
             waiting += _files_of(name, folders)
     return list(sources)
 
 
-def _imported(tree: ast.Module, path: Path, folders: list[str]) -> Iterator[str]:
-    """Absolute names of what may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
-    for node in ast.walk(tree):
+class _Import(NamedTuple):
+    """``from module import names``, with ``level`` dots before the module; ``import names`` without a module."""
+
+    level: int
+    module: str | None
+    names: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _imports_in(source: bytes) -> list[_Import]:
+    """All imports of a source: the marks of many objects read the same few files."""
+    imports = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imports.append(_Import(0, None, tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = _package_of(path, folders)
-                above = package[: len(package) - node.level + 1]
-                base = ".".join([*above, *([base] if base else [])])
-            if base:
-                yield base
-                yield from (f"{base}.{alias.name}" for alias in node.names)
+            imports.append(_Import(node.level, node.module or "", tuple(alias.name for alias in node.names)))
+    return imports
+
+
+def _imported(imports: Iterable[_Import], path: Path, folders: list[str]) -> Iterator[str]:
+    """Absolute names of what may be a module: of ``from a import b`` both ``a`` and ``a.b``."""
+    for level, module, names in imports:
+        if module is None:
+            yield from names
+            continue
+        base = module
+        if level:
+            package = _package_of(path, folders)
+            base = ".".join([*package[: len(package) - level + 1], *([base] if base else [])])
+        if base:
+            yield base
+            yield from (f"{base}.{name}" for name in names)
 
 
 def _package_of(path: Path, folders: list[str]) -> list[str]:
@@ -297,7 +317,7 @@ def _files_of(name: str, folders: list[str]) -> list[Path]:
             break
         if spec.origin is not None and spec.has_location:
             origin = Path(spec.origin).resolve()
-            if not _INSTALLED.isdisjoint(origin.parts) or origin.is_relative_to(sysconfig.get_paths()["stdlib"]):
+            if not _INSTALLED.isdisjoint(origin.parts) or origin.is_relative_to(_STDLIB):
                 break
             files.append(origin)
         locations: Any = spec.submodule_search_locations or []
