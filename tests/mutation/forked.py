@@ -316,14 +316,17 @@ class Server:
         return [path.relative_to(self.folder).as_posix()] if ">>>" in path.read_text(encoding="utf-8") else []
 
     def recorded(self, path: Path, line: int, first: Sequence[str]) -> list[str]:
-        """Doctests, test files newer than the record that reach the file, then recorded tests that run the line."""
+        """Doctests and recorded tests that run the line; behind the first of these, test files newer than the record.
+
+        A whole file takes longer than the recorded tests, which kill most.
+        """
         if self.entered is None or not line:
             return []
         name = path.relative_to(self.folder).as_posix()
         tests = of_each_some(self.entered.of(name, path.read_text(encoding="utf-8"), line))
         tests = sorted(tests, key=lambda test: test.split("::")[0] not in first)
         newer = [file for file in self.reach.of(path) if not self.entered.is_same(file)]
-        return [*self.doctests(path), *newer, *tests] if tests else []
+        return [*self.doctests(path), *tests[:FIRST_TESTS], *newer, *tests[FIRST_TESTS:]] if tests else []
 
     def run(
         self,

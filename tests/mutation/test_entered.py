@@ -138,7 +138,7 @@ def test_a_mutant_s_tests_are_those_of_its_line_and_test_files_newer_than_the_re
         later = Server(folder, "bridge", "tests", out).recorded(folder / FILE, line_of("return -1"), [])
     finally:
         newer.unlink()
-    assert later == ["tests/test_newer.py", f"{T}test_negative"]
+    assert later == [f"{T}test_negative", "tests/test_newer.py"]
 
 
 def test_doctests_of_the_file_come_first(repository):

@@ -241,6 +241,7 @@ def rank(number, address, queue):
     as_rank(lambda: answers(mesh_of(host_of_rank(), (1, 2, 1, 1))), 2, number, address, queue)
 
 
+@pytest.mark.long
 def test_two_shards_answer_as_one_process(tmp_path):
     alone = answers(None)
     for _, answered in found_by_ranks(rank, 2, tmp_path):

@@ -252,6 +252,7 @@ def rank(number, address, queue):
     as_rank(lambda: of_rank(host_of_rank()), 2, number, address, queue)
 
 
+@pytest.mark.long
 def test_two_workers_have_the_loss_of_one(tmp_path):
     model, rows = mixture("mixtral"), batch()
     balance, logprobs = expected(model, rows)

@@ -165,6 +165,7 @@ def test_the_reference_moves(alone):
         )
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_where_it_was(ranks):
     assert [found["restored"] for _, found in ranks] == [[True, True]] * 2
 

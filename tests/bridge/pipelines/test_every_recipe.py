@@ -72,7 +72,13 @@ def run(pipeline, start, tokenizer, rewards=even):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("recipe", rl_fn.recipes.__all__)
+QUICK = ("dapo", "ppo", "gdpo", "remax")
+"""Without more; with a critic; with several rewards; with greedy completions."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in rl_fn.recipes.__all__]
+)
 def test_every_recipe_trains(recipe, start, tokenizer, tmp_path):
     rewards = even_and_short if recipe == "gdpo" else even
     records = run(pipeline_of(recipe, tmp_path, start[1]), start, tokenizer, rewards)

@@ -17,6 +17,7 @@ def test_a_new_loop_is_the_example_and_knows_its_options(name: str, tmp_path, ca
     compile(file.read_text("utf-8"), str(file), "exec")
 
 
+@pytest.mark.long
 def test_a_new_loop_runs_from_any_folder(tmp_path):
     assert main(["new", "grpo", str(tmp_path / "my_loop.py")]) == 0
     answer = warm.run("my_loop.py", "--help", cwd=tmp_path)
