@@ -50,8 +50,8 @@ class RowOptions(RecipeOptions):
             raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
         if self.offload == "phases":
             raise ValueError(
-                "--offload phases has no effect with one model at a time, of which none waits: --offload always keeps "
-                "weights, gradients and optimiser in host memory"
+                "--offload phases has no effect here, where no model waits while another one works: --offload always "
+                "keeps weights, gradients and optimiser in host memory"
             )
         if self.epochs is not None:
             require_used(self, ("steps",), f"beside --epochs {self.epochs}")
