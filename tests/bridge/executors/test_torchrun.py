@@ -2,11 +2,13 @@
 
 import atexit
 import json
+import os
 import signal
 import threading
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from rl_bridge.executors import Slot, WorkerDied, torchrun
 from rl_bridge.executors.driver import RemoteExecutor
@@ -42,6 +44,16 @@ def test_every_scenario_under_torchrun(workers, tmp_path):
     assert set(outcomes) == set(SCENARIOS)
     assert not (failed := {name: trouble for name, trouble in outcomes.items() if trouble}), "\n".join(failed.values())
     assert (code, left) == (0, []), output
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_rank_has_its_part_of_the_cpus_one_gpu_and_what_its_node_says(device, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("RL_BRIDGE_RESOURCES", '{"fast_disk": 1}')
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    gpu = {} if device == "cpu" else {"GPU": 1.0, "accelerator_type:H200": 1.0}
+    assert torchrun._resources(torch.device(device)) == {"CPU": 2.0, "fast_disk": 1} | gpu
 
 
 def test_a_death_that_is_known_at_exit_is_not_raised_again_there(monkeypatch):

@@ -1,12 +1,14 @@
-"""What tensor parallelism refuses, by name and before anything is cut."""
+"""What tensor parallelism refuses, by name and before anything is cut, and the part of a value that a rank takes."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from rl_bridge.parallel import tensor_styles
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 from tests.bridge.families import zoo
 from tests.support.one_step import make
@@ -65,3 +67,19 @@ def test_a_style_that_is_not_known():
 @pytest.mark.parametrize("model", [GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), nn.Linear(2, 2)])
 def test_a_model_without_a_plan(model: PreTrainedModel):
     refused(model, 2, r"(GPT2Model|Linear) has no tensor-parallel plan; .*llama, .*qwen2, .*qwen3")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("shape", [(8,), (3, 8), (2, 3, 8)], ids=str)
+def test_ranks_take_the_parts_of_the_last_axis_in_their_order(shape, ranks, monkeypatch):
+    whole = torch.randn(shape)
+    monkeypatch.setattr(tensor_styles.dist, "get_world_size", lambda group: ranks)
+    parts = []
+    for rank in range(ranks):
+        monkeypatch.setattr(tensor_styles.dist, "get_rank", lambda group, rank=rank: rank)
+        parts.append(tensor_styles.Split.forward(SimpleNamespace(), whole, "a group"))
+        # Concatenate's gradient is cut as Split's value is.
+        gradient = SimpleNamespace(start=rank * 8 // ranks, width=8 // ranks)
+        assert torch.equal(tensor_styles.Concatenate.backward(gradient, whole)[0], parts[-1])
+    assert all(part.shape[-1] == 8 // ranks and part.is_contiguous() for part in parts)
+    assert torch.equal(torch.cat(parts, -1), whole)

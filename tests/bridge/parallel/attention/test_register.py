@@ -139,6 +139,7 @@ def test_a_call_by_hand():
     nothing = dict.fromkeys(("scaling", "softcap", "s_aux", "position_bias", "cache", "anything"))
     got = call(dropout=0.0, sliding_window=3, is_causal=True, **harmless, **nothing)
     assert torch.equal(got, call())
+    assert torch.equal(call(scaling=4**-0.5), call()) and not torch.equal(call(scaling=0.3), call())
 
 
 def test_a_window_that_is_only_in_the_mask_counts():

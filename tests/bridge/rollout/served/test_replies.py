@@ -112,6 +112,9 @@ def test_requests_say_what_was_asked_of_whom():
     payload = sglang.request_of(ask())
     assert (payload["rid"], payload["input_ids"]) == ("1", [1, 2])
     assert payload["sampling_params"]["max_new_tokens"] == 4 and "return_sampling_mask" not in payload
+    # The stop token is a part of the completion, and the rollout ends at its own stop tokens alone.
+    kept = {name: payload["sampling_params"][name] for name in ("no_stop_trim", "ignore_eos", "skip_special_tokens")}
+    assert kept == {"no_stop_trim": True, "ignore_eos": True, "skip_special_tokens": False}
     assert fields["stop_token_ids"] == payload["sampling_params"]["stop_token_ids"] == [2, END]
     cut = sglang.request_of(ask(top_k=3))
     assert (cut["return_sampling_mask"], cut["sampling_logprobs_mode"]) == (True, "selected")
