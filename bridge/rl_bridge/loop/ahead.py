@@ -88,6 +88,7 @@ class Ahead:
         self.rows, self._prompts = rows, prompts
         self._sampling = sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
+        self._of_groups["tokenizer"] = rollout.model.tokenizer
         self._options = AsynchronousOptions(
             max_staleness=max_staleness,
             partial=partial,

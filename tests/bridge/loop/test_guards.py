@@ -11,7 +11,9 @@ from rl_bridge import (
     NLL,
     AdamW,
     Ahead,
+    Critic,
     Groups,
+    Model,
     Policy,
     Reference,
     RewardModel,
@@ -23,6 +25,7 @@ from rl_bridge import (
     load_model,
     preference_loss,
 )
+from rl_bridge.models.small import TinySource, character_tokenizer
 from tests.support.results import metrics
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
@@ -92,6 +95,50 @@ def test_completions_are_of_the_policy_that_is_updated_whatever_its_version(mode
     policy.update(batch_of(rollout, 4))  # the weights of both came from one
     for target in (other, warm):
         target.release()
+
+
+PPO = rl_fn.recipes.ppo()
+MEET = {
+    "reference.score": ("reference has", lambda own, other: Reference(own).score(batch_of(Rollout(other), 1))),
+    "critic.score": ("critic has", lambda own, other: Critic(own, PPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
+    "policy.score": ("policy has", lambda own, other: Policy(own, GRPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
+    "policy.update": (
+        "policy has",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).update(batch_of(Rollout(other), 1)),
+    ),
+    "critic.update": (
+        "critic has",
+        lambda own, other: Critic(own, PPO, AdamW(1e-3)).update(
+            Critic(other, PPO, AdamW(1e-3)).score(drawn(Rollout(other), 1).batch()).with_advantages(PPO)
+        ),
+    ),
+    "sync to a rollout": (
+        "than the rollout",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).sync_weights(Rollout(other)),
+    ),
+    "sync to a reference": (
+        "than the reference",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).sync_weights(Reference(other)),
+    ),
+    "sync to a policy": (
+        "than the policy",
+        lambda own, other: Policy(own, NLL(), AdamW(1e-3)).sync_weights(Policy(other, GRPO, AdamW(1e-3))),
+    ),
+    "joined groups": ("first", lambda own, other: Groups.joined([drawn(Rollout(own), 1), drawn(Rollout(other), 2)])),
+}
+"""Where completions or weights of one model meet another model."""
+
+
+@pytest.mark.parametrize("name", MEET)
+def test_an_id_is_the_same_token_in_all_models_that_meet(name, model):
+    words, meet = MEET[name]
+    tokenizer = character_tokenizer("+0123456789=")
+    other = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    with pytest.raises(ValueError, match=words) as error:
+        meet(model, other)
+    assert "another vocabulary" in str(error.value)
+    same = character_tokenizer("0123456789+=")
+    meet(model, Model(model.source, same))
 
 
 def test_a_seed_draws_once(policy, rollout):
