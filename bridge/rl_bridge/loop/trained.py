@@ -297,11 +297,12 @@ class Policy(Scored):
             raise ValueError(
                 "an Ahead draws with this rollout, while the policy trains: ahead.sync() gives it the weights"
             )
-        if not isinstance(target, Rollout | Scored):
+        if not hasattr(target, "engine"):
             require_kind("target", target, (Rollout, Scored), "a Rollout, a Reference or another Policy")
-        kind = "rollout" if isinstance(target, Rollout) else target.kind
-        own, other = self.model.tokenizer, target.model.tokenizer
-        require_vocabulary(own, other, kind=self.kind, of_other=f"the {kind} that is to get its weights")
+        if isinstance(target, Rollout | Scored):
+            kind = "rollout" if isinstance(target, Rollout) else target.kind
+            own, other = self.model.tokenizer, target.model.tokenizer
+            require_vocabulary(own, other, kind=self.kind, of_other=f"the {kind} that is to get its weights")
         self.watch(target)
         if isinstance(target, Reference):
             self.engine.follow(target.engine, share)

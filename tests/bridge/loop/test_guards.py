@@ -101,7 +101,10 @@ PPO = rl_fn.recipes.ppo()
 MEET = {
     "reference.score": ("reference has", lambda own, other: Reference(own).score(batch_of(Rollout(other), 1))),
     "critic.score": ("critic has", lambda own, other: Critic(own, PPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
-    "policy.score": ("policy has", lambda own, other: Policy(own, GRPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
+    "policy.score": (
+        "policy has",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1)),
+    ),
     "policy.update": (
         "policy has",
         lambda own, other: Policy(own, GRPO, AdamW(1e-3)).update(batch_of(Rollout(other), 1)),
@@ -139,6 +142,27 @@ def test_an_id_is_the_same_token_in_all_models_that_meet(name, model):
     assert "another vocabulary" in str(error.value)
     same = character_tokenizer("0123456789+=")
     meet(model, Model(model.source, same))
+
+
+GONE = {
+    "policy.score": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).score,
+    "policy.update": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).update,
+    "reference.score": lambda model, batch: Reference(model).score,
+    "critic.score": lambda model, batch: Critic(model, PPO, AdamW(1e-3)).score,
+    "save": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).save,
+    "generate": lambda model, batch: Rollout(model).generate,
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_an_object_whose_block_has_ended_says_so(name, model, rollout, tmp_path):
+    batch = batch_of(rollout, 1)
+    call = GONE[name](model, batch)
+    with call.__self__:
+        pass
+    arguments = {"save": (tmp_path / "model",), "generate": (PROMPTS[:1], SAMPLING)}.get(name, (batch,))
+    with pytest.raises(ValueError, match=r"at the end of its with block: make a new one"):
+        call(*arguments)
 
 
 def test_a_seed_draws_once(policy, rollout):
