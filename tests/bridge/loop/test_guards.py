@@ -305,6 +305,16 @@ def test_a_rollout_that_draws_ahead_is_synced_by_ahead_and_can_be_evaluated_betw
     policy.sync_weights(rollout)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_groups_of_a_step_behind_the_last_one_are_refused_and_not_waited_for(max_staleness, policy, rollout):
+    ahead = Ahead(rollout, policy, Rows(PROMPTS), reward, SAMPLING, prompts=2, steps=2, max_staleness=max_staleness)
+    with ahead:
+        for _ in range(2):
+            policy.update(policy.score(ahead.groups().batch()).with_advantages(GRPO))
+        with pytest.raises(ValueError, match=r"draws for 2 steps, and these have been: Ahead\(…, steps=…\)"):
+            ahead.groups()
+
+
 def test_the_best_step_s_weights_come_back(policy, rollout, tmp_path):
     rewards, saved = {0: 1.0, 1: 3.0, 2: 2.0}, []
     with Run("best", [policy], output=tmp_path) as run:
