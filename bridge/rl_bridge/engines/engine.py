@@ -31,6 +31,7 @@ from rl_bridge.parallel.mesh import Mesh
 # One engine: its slots, calls that go to every worker, and moves between devices.
 
 What = Literal["weights", "optimizer", "kv_cache"]
+GONE = "it was not built, or gave its memory back, by release() or at the end of its with block: make a new one then"
 _numbers = itertools.count(1)
 
 
@@ -177,7 +178,7 @@ class Engine:
     def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Run ``function(host, *args)`` in the slot of every worker; results by rank."""
         if not self._slots:
-            raise ValueError(f"call build() before {function.__name__}")
+            raise ValueError(f"call build() of {self.name} before {function.__name__}: {GONE}")
         arguments = dict.fromkeys(self._slots, args)
         what = f"{self.name}: {function.__name__}"
         answers = self._executor.call(
@@ -226,7 +227,7 @@ class Engine:
     def methods(self) -> dict[str, Join | None]:
         """Public methods of the workers, and how each declares that its results join."""
         if not self._slots:
-            raise ValueError(f"call build() of {self.name} first")
+            raise ValueError(f"call build() of {self.name} first: {GONE}")
         return dict(self._description.methods)
 
     @property
@@ -305,7 +306,7 @@ class Engine:
 
     def _require(self, method: str) -> Any:
         if not self._slots:
-            raise ValueError(f"call build() before {method}()")
+            raise ValueError(f"call build() of {self.name} before {method}(): {GONE}")
         methods = self._description.methods
         if method not in methods:
             near = difflib.get_close_matches(method, methods, n=3)

@@ -85,9 +85,10 @@ class Ahead:
         policy.watch(rollout)
         self._rollout = rollout
         rollout.ahead = self
-        self.rows, self._prompts = rows, prompts
+        self.rows, self._prompts, self._steps = rows, prompts, steps
         self._sampling = sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
+        self._of_groups["tokenizer"] = rollout.model.tokenizer
         self._options = AsynchronousOptions(
             max_staleness=max_staleness,
             partial=partial,
@@ -142,9 +143,18 @@ class Ahead:
         self._sampler.update(self._engines)
 
     def groups(self) -> Groups:
-        """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time."""
+        """The groups of the next step, with rewards; the rollout gets the policy's weights where it is time.
+
+        Raises:
+            ValueError: a step behind the last one, for which nothing is ever drawn.
+        """
         self._sampler.begin_step(self._engines)
         step = self._sampler.next_step
+        if step >= self._steps:
+            raise ValueError(
+                f"this Ahead draws for {self._steps} steps, and these have been: Ahead(…, steps=…) is the number of "
+                "steps in which groups() is called, each time once"
+            )
         sampled = self._sampler.sample(step)
         phase_ended()
         # Random numbers of the step's loss are those of the plain loop's, too.

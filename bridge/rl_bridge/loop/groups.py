@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import rl_fn
 from rl_bridge.algorithms.advantages import Advantages
@@ -16,6 +17,7 @@ from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
+from rl_bridge.models.pretrained import require_vocabulary
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
@@ -49,6 +51,8 @@ class Groups:
     sampling: SamplingParams
     """How the completions were sampled; ``sampling.n`` is the number of a prompt's completions."""
     pad_token: int
+    tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False, compare=False)
+    """That of the model that drew them, by which a token is an id; None where nobody drew."""
     sampled: Sampled | None = None
     """The rewards in all forms, after ``score``."""
     exact: bool = True
@@ -209,7 +213,7 @@ class Groups:
 
         Raises:
             ValueError: no parts; or some that were sampled in another way or by the same seed, that were not scored, or
-                that have a completion in common, which would count twice.
+                that have a completion in common, which would count twice; or of models with other vocabularies.
         """
         if not parts:
             raise ValueError("there are no groups to join")
@@ -230,6 +234,9 @@ class Groups:
         drawn = Counter((part.drawn, t.request_id) for part in parts for t in part.trajectories if t.request_id)
         if twice := [request for (_, request), times in drawn.items() if times > 1]:
             raise ValueError(f"{len(twice)} completions stand in two of the joined groups, and would count twice")
+        for part in parts:
+            if first.tokenizer is not None and part.tokenizer is not None:
+                require_vocabulary(first.tokenizer, part.tokenizer, kind="first of the groups", of_other="another one")
         sampled = joined([part.scored for part in parts])
         sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
         exact = all(part.exact for part in parts)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -22,7 +23,7 @@ from rl_bridge.loop.trained import Policy
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
-from rl_bridge.run.options import RunOptions
+from rl_bridge.run.options import RunOptions, require_kind
 from rl_bridge.run.run import Observer, Stateful, open_run
 
 
@@ -78,6 +79,7 @@ class Run:
     ) -> None:
         if samples_every < 0 or samples_kept < 1:
             raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {samples_every, samples_kept}")
+        require_kind("state", state, Sequence, _LIST)
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
         for part in state:
@@ -156,14 +158,20 @@ class Run:
         self._samples = dict[str, int]()
         self._step: int | None = None
         self._stages: list[str] = []
-        self._entered = False
+        self._entered = self._left = False
         self._compared: set[str] = set()
+        self._best_by: str | None = None
+        """The metric that ``keep_best`` goes by."""
+        self._numbers = dict[str, None]()
+        """Names of all numbers that were logged in this session."""
         self._done, self._result = dict[str, int](), dict[str, Any]()
         """Steps of each stage that have their record."""
         self.summary: dict[str, Any] = {}
         """The content of ``summary.json``, once the run has ended."""
 
     def __enter__(self) -> Self:
+        if self._left:
+            raise RuntimeError(f"the block of this run has ended: Run({self.folder.name!r}, …, resume=True) goes on")
         with ExitStack() as entered:
             entered.push(self._run.__enter__().__exit__)
             keep_threads(self._run, current_executor(), self._threads)
@@ -172,6 +180,7 @@ class Run:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._entered, self._left = False, True
         self._run.keep_remarks(remarks())
         if error is not None:
             self._run.__exit__(kind, error, trace)
@@ -201,10 +210,14 @@ class Run:
         ...         ...
 
         Raises:
-            ValueError: an object that is not in the run's state, a second stage of the same name, or an object that
-                changes in a step, or between two stages, and is not in the stage's state.
-            RuntimeError: the run was not entered: ``with Run(…) as run``.
+            ValueError: no number of steps, an object that is not in the run's state, a second stage of the same name,
+                or an object that changes in a step, or between two stages, and is not in the stage's state.
+            RuntimeError: the run was not entered, ``with Run(…) as run``, or its block has ended.
         """
+        if not isinstance(total, Integral) or total < 0:
+            raise ValueError(f"run.steps takes the number of steps, whole and not negative, got {total!r}")
+        if state is not None:
+            require_kind("state", state, Sequence, _LIST)
         if not self._entered:
             raise RuntimeError(
                 "the steps of a run are taken in its block: with Run(…) as run: for step in run.steps(…)"
@@ -274,6 +287,7 @@ class Run:
                     f"{{f'second/{{name}}': number for name, number in …}}"
                 )
             metrics |= {name: _number(name, number) for name, number in numbers.items()}
+        self._numbers |= dict.fromkeys(metrics)
         for place, groups in enumerate(part for part in measured if isinstance(part, Groups)):
             self._compare(f"{self._stages[-1]}, groups {place}", groups.settings())
         last = updates[-1] if updates else None
@@ -348,9 +362,12 @@ class Run:
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
         """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
         self._run.keep_best(metric, mode)
+        self._best_by = metric
 
     def load_best(self, *models: Part) -> float | None:
         """Give these models the weights of the checkpoint that ``keep_best`` kept; its metric, None if there is none.
+
+        Without one the models stay as they are, and a line says so.
 
         >>> run.load_best(policy)  # doctest: +SKIP
         >>> policy.save(run.folder / "best")  # doctest: +SKIP
@@ -360,10 +377,21 @@ class Run:
         """
         holders = _holders({self._name_of(model): model for model in models})
         best = self._run.load_best({name: holder for name, holder in holders.items() if isinstance(holder, Engine)})
+        if best is None and self._named:  # a recipe decides itself whether there is an evaluation
+            remark(self._without_best())
         for model in models:
             if isinstance(model, Policy):
                 model.remember()
         return best
+
+    def _without_best(self) -> str:
+        """Why there is no best checkpoint."""
+        if self._best_by is None:
+            return "run.load_best has changed no weights: run.keep_best(metric) comes before the steps"
+        return (
+            f"run.load_best has changed no weights: no record has a finite {self._best_by!r}, by which run.keep_best "
+            f"goes; what run.log got here is {', '.join(self._numbers) or 'nothing'}"
+        )
 
 
 def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
@@ -382,6 +410,7 @@ def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
     return holders
 
 
+_LIST = "a list of the objects that change from step to step, as [policy, rows]"
 _OF_RUN = ("stage", "step", "seconds", "weights_version", "optimizer_step")
 """Numbers of a record that are the run's own."""
 _OF_UPDATE = ("tokens_per_second", "trained_tokens")

@@ -176,4 +176,5 @@ class Rollout:
         trajectories = with_rows(drawn, rows)
         phase_ended()  # cycles hold the cache of keys and values
         of_rollout: dict[str, Any] = {"pad_token": self.model.pad_token, "exact": self.exact, "drawn": draw()}
+        of_rollout["tokenizer"] = self.model.tokenizer
         return Groups(trajectories=trajectories, sampling=sampling, weights_of=self.weights_of, **of_rollout)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.algorithms.policy_training import minibatches_of
@@ -118,6 +119,8 @@ class Scored:
         self.engines.apart = [other.engine for other in apart_from]
         self.engines.tell, self.engines.types = model.remark, export_types(model.source)
         self.engine: TrainEngine
+        self._compared: list[PreTrainedTokenizerBase] = []
+        """Tokenizers of drawn groups that name tokens by the ids of this model's."""
 
     def __enter__(self) -> Self:
         return self
@@ -125,6 +128,20 @@ class Scored:
     def __exit__(self, *error: object) -> None:
         if self.engine.slots:
             self.release()
+
+    def require_batch(self, batch: Any) -> None:
+        """Refuse what is no batch of groups, and completions whose ids are other tokens here.
+
+        Raises:
+            TypeError: with the way on.
+            ValueError: a model with another vocabulary drew the completions.
+        """
+        require_batch(batch)
+        tokenizer = batch.groups.tokenizer
+        if tokenizer is not None and not any(tokenizer is other for other in self._compared):
+            of_other = "the rollout that drew these completions"
+            require_vocabulary(self.model.tokenizer, tokenizer, kind=self.kind, of_other=of_other)
+            self._compared.append(tokenizer)
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """The engine, with weights and optimiser."""
@@ -209,7 +226,7 @@ class Reference(Scored):
         """
         if isinstance(batch, PairBatch):
             return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
-        require_batch(batch)
+        self.require_batch(batch)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
 
@@ -263,6 +280,6 @@ class Teacher(Scored):
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with the teacher's log-probability of each token that counts."""
-        require_batch(batch)
+        self.require_batch(batch)
         scored = batch.with_fields(teacher_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
         return scored.with_scoring(self.kind, self.engine.scoring_config())

@@ -32,12 +32,13 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
-from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_batch, require_scored
+from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_scored
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
+from rl_bridge.models.pretrained import require_vocabulary
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -145,7 +146,7 @@ class Policy(Scored):
 
         A batch that has its advantages is scored where the loss reads it, as ``Reference.score`` does.
         """
-        require_batch(batch)
+        self.require_batch(batch)
         old = token_logprobs(self.engine, batch, updates, batch.tokens.old_logprobs)
         return replace(batch.with_fields(old_logprobs=old), rescored=True)
 
@@ -187,7 +188,9 @@ class Policy(Scored):
             assert self._statistics is not None
             return Metrics(comparison_update(self.engine, self.objective, batch, self._statistics), batch)
         if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
-            raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}")
+            way_on = ": groups.batch() makes a batch, once they are scored" if isinstance(batch, Groups) else ""
+            raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}{way_on}")
+        self.require_batch(batch)
         require_group(self.objective, batch.groups.sampling.n, "n")
         computed, counted = selected(batch, self.objective)
         if updates:
@@ -287,7 +290,8 @@ class Policy(Scored):
         may be a moving average: θ_ref ← share · θ + (1 − share) · θ_ref.
 
         Raises:
-            ValueError: an ``Ahead`` draws with the rollout, or a share that is not of a reference.
+            ValueError: an ``Ahead`` draws with the rollout, a share that is not of a reference, or a target that reads
+                other tokens by the same ids.
         """
         if getattr(target, "ahead", None) is not None:
             raise ValueError(
@@ -295,6 +299,10 @@ class Policy(Scored):
             )
         if not hasattr(target, "engine"):
             require_kind("target", target, (Rollout, Scored), "a Rollout, a Reference or another Policy")
+        if isinstance(target, Rollout | Scored):
+            kind = "rollout" if isinstance(target, Rollout) else target.kind
+            own, other = self.model.tokenizer, target.model.tokenizer
+            require_vocabulary(own, other, kind=self.kind, of_other=f"the {kind} that is to get its weights")
         self.watch(target)
         if isinstance(target, Reference):
             self.engine.follow(target.engine, share)

@@ -12,7 +12,7 @@ from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Turns
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model, change
-from rl_bridge.loop.groups import GroupBatch, require_batch
+from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
 from rl_bridge.loop.trained import require_no_temperature, selected
 from rl_bridge.models.exported_files import ExportDtype
@@ -65,7 +65,7 @@ class Critic(Scored):
 
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with values of the state before each token."""
-        require_batch(batch)
+        self.require_batch(batch)
         return batch.with_fields(old_values=self.engine.values(NeedParallel(batch.tokens)))
 
     def update(self, batch: GroupBatch, *, updates: int = 1) -> Metrics:
@@ -74,7 +74,7 @@ class Critic(Scored):
         Raises:
             ValueError: a batch without advantages.
         """
-        require_batch(batch)
+        self.require_batch(batch)
         change(self)
         _, counted = selected(batch, self.objective)
         metrics: dict[str, float] = {}

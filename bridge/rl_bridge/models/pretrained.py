@@ -54,17 +54,27 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase
     return model, tokenizer
 
 
-def require_vocabulary(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher that does not have each token of the student's under its id.
+def require_vocabulary(
+    tokenizer: PreTrainedTokenizerBase,
+    other: PreTrainedTokenizerBase,
+    *,
+    kind: str = "teacher",
+    of_other: str = "the policy",
+) -> None:
+    """Refuse a model that reads the ids of another one, and does not have each token of the other's under its id.
+
+    ``kind``: what the model is, for the message; ``of_other``: whose the other vocabulary is.
 
     Raises:
-        ValueError: the teacher's probabilities would be of other tokens.
+        ValueError: the model's numbers would be of other tokens.
     """
-    # No completion has a token that only the teacher knows.
-    if missing := student.get_vocab().items() - teacher.get_vocab().items():
-        name, example = teacher.name_or_path, min(missing, key=lambda pair: pair[1])
-        named = f"the teacher {name!r}" if name else "the teacher"
-        raise ValueError(f"{named} has another vocabulary than the policy: it has no token {example}")
+    if tokenizer is other:
+        return
+    # No id stands for a token that only the first model knows.
+    if missing := other.get_vocab().items() - tokenizer.get_vocab().items():
+        name, example = tokenizer.name_or_path, min(missing, key=lambda pair: pair[1])
+        named = f"the {kind} {name!r}" if name else f"the {kind}"
+        raise ValueError(f"{named} has another vocabulary than {of_other}: it has no token {example}")
 
 
 def tokenizer_of(name: str, *, alone: bool = False) -> PreTrainedTokenizerBase:

@@ -153,7 +153,7 @@ def draw_curves(
     """
     panels = [name for name in PANELS if any(name in record for record in records)]
     if not panels:
-        raise ValueError("there is nothing to draw: no step was logged")
+        raise ValueError(f"there is nothing to draw: no step has one of {', '.join(PANELS)}")
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")

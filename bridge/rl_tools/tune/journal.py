@@ -15,6 +15,8 @@ from rl_tools.tune.space import Assignment
 JOURNAL, STUDY, EVENT = "journal.jsonl", "tune", "event "
 ATTRIBUTE = 2
 """Optuna's number of a record that sets an attribute of a study."""
+CONTENTS = "the content of "
+"""Begins the name of a setting that is the hash of a file."""
 Event = dict[str, Any]
 
 

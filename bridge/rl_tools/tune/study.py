@@ -18,7 +18,7 @@ from rl_bridge.common.files import RunLock, require_own_files
 from rl_bridge.common.terminal import Stopped, StopRequest, tell
 from rl_bridge.run.records import METRICS, read_records
 from rl_tools.tune.goals import Points, history, value_of
-from rl_tools.tune.journal import ENDED, JOURNAL, Event, Journal, Key
+from rl_tools.tune.journal import CONTENTS, ENDED, JOURNAL, Event, Journal, Key
 from rl_tools.tune.samplers import Sampler
 from rl_tools.tune.scheduler import Exit, Plan, Scheduler
 from rl_tools.tune.space import Assignment
@@ -266,7 +266,9 @@ def _begin(journal: Journal, study: Study) -> None:
         journal.append({"kind": "study", "time": round(time.time(), 3), **about})
         return
     before = {name: value for name, value in journal.events[0].items() if name not in ("kind", "time")}
-    changed = [name for name in {**about, **before} if about.get(name) != before.get(name)]
+    # A journal of an earlier version has no hashes of files.
+    names = [name for name in {**about, **before} if name in before or not name.startswith(CONTENTS)]
+    changed = [name for name in names if about.get(name) != before.get(name)]
     if changed:
         pairs = "; ".join(f"{name} was {before.get(name)} and is {about.get(name)}" for name in changed)
         raise ValueError(f"{study.folder} is another study: {pairs}. Give this one another --name")

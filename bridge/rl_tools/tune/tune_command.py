@@ -2,15 +2,18 @@
 
 import argparse
 import json
+import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.terminal import say
+from rl_bridge.common.user_marks import content_of
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
-from rl_tools.tune.journal import Journal, library
+from rl_tools.tune.journal import CONTENTS, Journal, library
 from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
@@ -170,7 +173,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     study = Study(
         arguments.output / arguments.name,
         plan,
-        _about(arguments, trainer, fixed, space, plan),
+        _about(arguments, trainer, fixed, space, plan) | _contents(words),
         sampler,
         training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
         places(
@@ -284,6 +287,18 @@ def _about(
         "first_seed": arguments.first_seed,
         "pruning": vars(plan.pruning),
     }
+
+
+def _contents(words: Sequence[str]) -> dict[str, str]:
+    """By its name, a hash of each file that the words name: trials on other rows or rewards are no trials of one study.
+
+    A file of Python counts with the user's modules that it imports. Folders and models of the hub are not read.
+    """
+    from rl_bridge.run.provenance import of_weights
+
+    pieces = dict.fromkeys(piece for word in words for piece in re.split("[=:@,]", word))
+    files = [Path(piece) for piece in pieces if os.path.isfile(piece)]
+    return {f"{CONTENTS}{file}": content_of(file)[:16] if file.suffix == ".py" else of_weights(file) for file in files}
 
 
 def _report(words: list[str]) -> int:

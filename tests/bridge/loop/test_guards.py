@@ -11,7 +11,9 @@ from rl_bridge import (
     NLL,
     AdamW,
     Ahead,
+    Critic,
     Groups,
+    Model,
     Policy,
     Reference,
     RewardModel,
@@ -23,6 +25,7 @@ from rl_bridge import (
     load_model,
     preference_loss,
 )
+from rl_bridge.models.small import TinySource, character_tokenizer
 from tests.support.results import metrics
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
@@ -92,6 +95,74 @@ def test_completions_are_of_the_policy_that_is_updated_whatever_its_version(mode
     policy.update(batch_of(rollout, 4))  # the weights of both came from one
     for target in (other, warm):
         target.release()
+
+
+PPO = rl_fn.recipes.ppo()
+MEET = {
+    "reference.score": ("reference has", lambda own, other: Reference(own).score(batch_of(Rollout(other), 1))),
+    "critic.score": ("critic has", lambda own, other: Critic(own, PPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
+    "policy.score": (
+        "policy has",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1)),
+    ),
+    "policy.update": (
+        "policy has",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).update(batch_of(Rollout(other), 1)),
+    ),
+    "critic.update": (
+        "critic has",
+        lambda own, other: Critic(own, PPO, AdamW(1e-3)).update(
+            Critic(other, PPO, AdamW(1e-3)).score(drawn(Rollout(other), 1).batch()).with_advantages(PPO)
+        ),
+    ),
+    "sync to a rollout": (
+        "than the rollout",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).sync_weights(Rollout(other)),
+    ),
+    "sync to a reference": (
+        "than the reference",
+        lambda own, other: Policy(own, GRPO, AdamW(1e-3)).sync_weights(Reference(other)),
+    ),
+    "sync to a policy": (
+        "than the policy",
+        lambda own, other: Policy(own, NLL(), AdamW(1e-3)).sync_weights(Policy(other, GRPO, AdamW(1e-3))),
+    ),
+    "joined groups": ("first", lambda own, other: Groups.joined([drawn(Rollout(own), 1), drawn(Rollout(other), 2)])),
+}
+"""Where completions or weights of one model meet another model."""
+
+
+@pytest.mark.parametrize("name", MEET)
+def test_an_id_is_the_same_token_in_all_models_that_meet(name, model):
+    words, meet = MEET[name]
+    tokenizer = character_tokenizer("+0123456789=")
+    other = Model(TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2), tokenizer)
+    with pytest.raises(ValueError, match=words) as error:
+        meet(model, other)
+    assert "another vocabulary" in str(error.value)
+    same = character_tokenizer("0123456789+=")
+    meet(model, Model(model.source, same))
+
+
+GONE = {
+    "policy.score": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).score,
+    "policy.update": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).update,
+    "reference.score": lambda model, batch: Reference(model).score,
+    "critic.score": lambda model, batch: Critic(model, PPO, AdamW(1e-3)).score,
+    "save": lambda model, batch: Policy(model, GRPO, AdamW(1e-3)).save,
+    "generate": lambda model, batch: Rollout(model).generate,
+}
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_an_object_whose_block_has_ended_says_so(name, model, rollout, tmp_path):
+    batch = batch_of(rollout, 1)
+    call = GONE[name](model, batch)
+    with call.__self__:
+        pass
+    arguments = {"save": (tmp_path / "model",), "generate": (PROMPTS[:1], SAMPLING)}.get(name, (batch,))
+    with pytest.raises(ValueError, match=r"at the end of its with block: make a new one"):
+        call(*arguments)
 
 
 def test_a_seed_draws_once(policy, rollout):
@@ -232,6 +303,16 @@ def test_a_rollout_that_draws_ahead_is_synced_by_ahead_and_can_be_evaluated_betw
             }
             run.log(update, groups, held_out.held_out())
     policy.sync_weights(rollout)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_groups_of_a_step_behind_the_last_one_are_refused_and_not_waited_for(max_staleness, policy, rollout):
+    ahead = Ahead(rollout, policy, Rows(PROMPTS), reward, SAMPLING, prompts=2, steps=2, max_staleness=max_staleness)
+    with ahead:
+        for _ in range(2):
+            policy.update(policy.score(ahead.groups().batch()).with_advantages(GRPO))
+        with pytest.raises(ValueError, match=r"draws for 2 steps, and these have been: Ahead\(…, steps=…\)"):
+            ahead.groups()
 
 
 def test_the_best_step_s_weights_come_back(policy, rollout, tmp_path):

@@ -1,6 +1,7 @@
 """Numbers of a loop's own in its records and its summary: those of every library, or refused by name."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -96,3 +97,66 @@ def test_the_summary_counts_the_steps_that_have_a_record(logged, bound, tmp_path
         list(run.steps(4, [second]))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["result"] == f"{7 if logged else 6} steps" and len(metrics(tmp_path / "run")) == (7 if logged else 6)
+
+
+@pytest.mark.parametrize("total", [-1, 2.5, "3", None])
+def test_what_is_no_number_of_steps_is_refused(total, tmp_path):
+    with rl_bridge.Run("run", [Part()], output=tmp_path) as run:
+        with pytest.raises(ValueError, match="the number of steps, whole and not negative, got"):
+            next(run.steps(total))
+        assert list(run.steps(np.int64(1))) == [0]
+
+
+@pytest.mark.parametrize("state", [Part(), None, {Part()}], ids=["a part alone", "None", "a set"])
+def test_what_is_no_list_of_objects_is_refused(state, tmp_path):
+    with pytest.raises(TypeError, match=r"state is a list of the objects .* as \[policy, rows\], got"):
+        rl_bridge.Run("run", state, output=tmp_path)
+    stage = [] if state is None else [state]  # without a state a stage has that of the run
+    for one in stage:
+        run, words = rl_bridge.Run("run", [Part()], output=tmp_path), r"state is a list of the objects"
+        with run, pytest.raises(TypeError, match=words):
+            next(run.steps(1, one))
+
+
+AFTER = {
+    "entered again": (lambda run: run.__enter__(), r"has ended: Run\('run', …, resume=True\) goes on"),
+    "steps": (lambda run: next(run.steps(1)), r"in its block: with Run\(…\) as run"),
+    "log": (lambda run: run.log({"a": 1.0}), "in each step of run.steps"),
+}
+
+
+@pytest.mark.parametrize("call", AFTER)
+def test_a_run_whose_block_has_ended_says_so(call, tmp_path):
+    use, words = AFTER[call]
+    with rl_bridge.Run("run", [Part()], output=tmp_path) as run:
+        for _ in run.steps(1):
+            run.log({"a": 1.0})
+    with pytest.raises(RuntimeError, match=words):
+        use(run)
+
+
+BEST = {
+    "never watched": (None, r"run\.keep_best\(metric\) comes before the steps"),
+    "misspelt": ("held_outt", "no record has a finite 'held_outt', by which .* is held_out, other$"),
+    "not finite": ("other", "no record has a finite 'other'"),
+    "there": ("held_out", None),
+}
+
+
+@pytest.mark.parametrize("name", BEST)
+def test_a_best_checkpoint_that_is_not_there_is_said(name, tmp_path, capsys):
+    metric, words = BEST[name]
+    with rl_bridge.Run("run", [Part()], output=tmp_path) as run:
+        if metric is not None:
+            run.keep_best(metric)
+        for _ in run.steps(2):
+            run.log({"held_out": 1.0, "other": float("nan")})
+        assert (run.load_best() is None) == (words is not None)
+    lines = [line for line in "".join(capsys.readouterr()).splitlines() if "load_best" in line]
+    assert [bool(re.search(words or "", line)) for line in lines] == ([] if words is None else [True])
+    notes = [line["note"] for line in metrics_and_notes(tmp_path / "run") if "note" in line]
+    assert [note for note in notes if "load_best" in note] == lines
+
+
+def metrics_and_notes(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -298,7 +298,7 @@ def test_nothing_to_resume(tmp_path):
 
 
 def test_nothing_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="nothing to draw: no step has one of reward, held_out, "):
         draw_curves([{"stage": "a", "seconds": 1.0, "unknown": 2.0}], tmp_path / "curves.png", title="x")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,5 +1,7 @@
 """Names of the trainers' own options, and the words of a trial."""
 
+from pathlib import Path
+
 import pytest
 
 from rl_tools import trainers
@@ -211,3 +213,34 @@ def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, mo
     monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: events)
     monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
     assert run(["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path)]) == exit_status
+
+
+FILES = {
+    "rows": ("rows.jsonl", ["--data", "rows.jsonl"]),
+    "held-out rows": ("held_out.jsonl", ["--eval-data=held_out.jsonl"]),
+    "rows that are searched": ("more.jsonl", ["--space.data", "rows.jsonl,more.jsonl"]),
+    "reward": ("mine.py", ["--reward", "right=mine.py:score"]),
+    "module of a reward": ("beside.py", ["--reward", "mine.py:score"]),
+    "rows of a function": ("mine.py", ["--data", "mine.py:rows@test"]),
+}
+"""A file that trials read, and the words that name it."""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tmp_path):
+    """Trials before and after the change would be compared, though they learn from other rows or by other rewards."""
+    file, words = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    for own in ("rows.jsonl", "held_out.jsonl", "more.jsonl"):
+        Path(own).write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path("beside.py").write_text("RIGHT = 1.0\n")
+    Path("mine.py").write_text("from beside import RIGHT\n")
+    monkeypatch.setattr("rl_tools.tune.study._to_its_end", lambda journal, study: None)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
+    study = ["policy", "--space.policy.steps", "1..3", *words]
+    run(study)
+    run([*study, "--resume"])
+    Path(file).write_text(Path(file).read_text() + "\n")
+    before = Path(file if name != "module of a reward" else "mine.py")
+    with pytest.raises(ValueError, match=f"is another study: the content of {before} was .* Give this one another"):
+        run([*study, "--resume"])
