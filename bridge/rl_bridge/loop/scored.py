@@ -120,7 +120,7 @@ class Scored:
         self.engines.tell, self.engines.types = model.remark, export_types(model.source)
         self.engine: TrainEngine
         self._compared: list[PreTrainedTokenizerBase] = []
-        """Tokenizers of drawn groups that name tokens by the ids of this model's."""
+        """Tokenizers of other models that name tokens by the ids of this one's."""
 
     def __enter__(self) -> Self:
         return self
@@ -137,9 +137,16 @@ class Scored:
             ValueError: a model with another vocabulary drew the completions.
         """
         require_batch(batch)
-        tokenizer = batch.groups.tokenizer
-        if tokenizer is not None and not any(tokenizer is other for other in self._compared):
-            of_other = "the rollout that drew these completions"
+        if batch.groups.tokenizer is not None:
+            self.require_vocabulary(batch.groups.tokenizer, "the rollout that drew these completions")
+
+    def require_vocabulary(self, tokenizer: PreTrainedTokenizerBase, of_other: str) -> None:
+        """Refuse a tokenizer by whose ids this model reads other tokens; each is compared once.
+
+        Raises:
+            ValueError: with a token that this model does not have, and ``of_other``.
+        """
+        if not any(tokenizer is other for other in self._compared):
             require_vocabulary(self.model.tokenizer, tokenizer, kind=self.kind, of_other=of_other)
             self._compared.append(tokenizer)
 

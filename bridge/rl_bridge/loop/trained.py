@@ -38,7 +38,6 @@ from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, rel
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
-from rl_bridge.models.pretrained import require_vocabulary
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
@@ -301,8 +300,7 @@ class Policy(Scored):
             require_kind("target", target, (Rollout, Scored), "a Rollout, a Reference or another Policy")
         if isinstance(target, Rollout | Scored):
             kind = "rollout" if isinstance(target, Rollout) else target.kind
-            own, other = self.model.tokenizer, target.model.tokenizer
-            require_vocabulary(own, other, kind=self.kind, of_other=f"the {kind} that is to get its weights")
+            self.require_vocabulary(target.model.tokenizer, f"the {kind} that is to get its weights")
         self.watch(target)
         if isinstance(target, Reference):
             self.engine.follow(target.engine, share)

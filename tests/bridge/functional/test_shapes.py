@@ -94,6 +94,14 @@ INDEXED = {
     "filled": lambda x, i: x.at[i + 2].get(mode="fill", fill_value=-1.0),
     "negative": lambda x, i: x[-1 - i],
     "rows_of_windows": lambda x, i: jax.vmap(lambda row, k: lax.dynamic_slice(row, (k,), (1,)))(x, i),
+    "rows_of_wide_windows": lambda x, i: jax.vmap(lambda row, k: lax.dynamic_slice(row, (k,), (2,)))(
+        jnp.concatenate([x, 2.0 * x], 1), i
+    ),
+    "take_of_three": lambda x, i: (
+        jnp.take(jnp.stack([x, 2.0 * x]), i, axis=1),
+        jnp.take(jnp.stack([x, 2.0 * x]), i[:, None], axis=1),
+        jnp.take(jnp.stack([x, 2.0 * x], -1), i, axis=0),
+    ),
     "gathered_columns": lambda x, i: x[:, jnp.clip(i, 0, x.shape[1] - 1)],
     "scatter_set": lambda x, i: x.at[jnp.sort(i)[:1]].set(5.0),
     "scatter_add": lambda x, i: x.at[i].add(2.0 * x),

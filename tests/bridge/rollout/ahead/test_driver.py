@@ -73,6 +73,26 @@ def test_no_end_waits_for_a_reward_that_hangs(end, monkeypatch):
         driver._rewards.join(60)
 
 
+def test_an_interrupt_does_not_wait_for_an_engine_that_hangs(monkeypatch):
+    monkeypatch.setattr("rl_bridge.rollout.ahead.lanes.GRACE", 0.05)
+    begun, stop = threading.Event(), threading.Event()
+
+    def do(command):
+        begun.set()
+        stop.wait(20)
+        return []
+
+    driver = Driver(SimpleNamespace(do=do), OneCommand(), None, lambda groups: [])  # type: ignore[arg-type]
+    try:
+        assert begun.wait(60)
+        with pytest.raises(KeyboardInterrupt), closing(driver):
+            raise KeyboardInterrupt
+        assert driver._threads_of[0].is_alive(), "it hangs on"
+    finally:
+        stop.set()
+        driver._threads_of[0].join(60)
+
+
 HANGS = """
 import threading
 from types import SimpleNamespace
