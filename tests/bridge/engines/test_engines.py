@@ -121,7 +121,7 @@ def test_an_unknown_method_is_sent_to_nobody():
 
 
 def test_a_call_before_build():
-    with pytest.raises(ValueError, match=r"call build\(\) before double\(\)"):
+    with pytest.raises(ValueError, match=r"call build\(\) of TrainEngine.* before double\(\): it was not built"):
         TrainEngine(Doubler).double(2)
 
 
