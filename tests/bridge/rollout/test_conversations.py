@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import pytest
@@ -69,6 +70,28 @@ def test_the_text_is_the_tokens_and_rewards_and_states_are_a_turn_s(stop_texts):
         assert t.turn_rewards == (*map(float, answered), *[0.0] * (t.turns - len(answered))) or not answered
         assert t.rewards == {"environment": float(sum(answered))}
         assert t.state_ids == (0, *(total % 3 for total in totals[:-1]))
+
+
+class Sometimes(Sum):
+    """Names the state where the sum is even, and never the first one."""
+
+    def reset(self, row):
+        return dataclasses.replace(super().reset(row), state_id=None)
+
+    def step(self, messages):
+        answer = super().step(messages)
+        return answer if answer.reward % 2 == 0 else dataclasses.replace(answer, state_id=None)
+
+
+def test_a_turn_in_no_state_is_in_none_that_another_turn_is_in():
+    found = converse(24, factory=Sometimes)[0]
+    named = [t.state_ids for t in found if t.state_ids]
+    assert {-1, 0} < {state for states in named for state in states} and all(states[0] == -1 for states in named)
+    for t, whole in zip(found, converse(24)[0], strict=True):
+        totals = [int(reward) for reward in t.turn_rewards[: t.turns - 1]]
+        states = (-1, *(-1 if total % 2 else total % 3 for total in totals))
+        assert t.state_ids == (states if any(state >= 0 for state in states) else ())
+        assert t.tokens == whole.tokens
 
 
 def test_how_a_conversation_ends():
