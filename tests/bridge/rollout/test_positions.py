@@ -231,6 +231,15 @@ def test_a_model_beside_the_policy_with_fewer_positions_is_refused_before_a_run(
     with contextlib.nullcontext() if refusal is None else pytest.raises(ValueError, match=refusal):
         require_as_long(beside, policy, TOKENIZER, rows, **options)
     require_as_long(policy, ValueSource(tiny(), pad_token=0), TOKENIZER, rows, **options)
+    # A policy that counts no positions says as much as the model beside it cannot read.
+    endless = SimpleNamespace(empty=lambda: torch.nn.Linear(1, 1))
+    with contextlib.nullcontext() if conversation == POSITIONS or refusal is None else pytest.raises(ValueError):
+        require_as_long(beside, endless, TOKENIZER, rows, **options)
+
+
+def test_rows_that_the_policy_cannot_read_are_not_the_critic_s_matter():
+    beside, rows = ValueSource(tiny(), pad_token=0), [{"prompt": "1" * 2 * POSITIONS}]
+    require_as_long(beside, tiny(), TOKENIZER, rows, new_tokens=1, conversation=None, role="critic")
 
 
 @pytest.mark.parametrize("environment", [None, "no_such.py:Talks"])
