@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import importlib
+import os
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,6 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
 
     ``default``: a config, a function of the words that returns one, or its class. The options of the pipeline may stand
     before and after the algorithm's sub-command. The process ends with status 2 for a wrong option.
-    An option that nothing reads beside the others is remarked on.
     """
     import tyro
 
@@ -82,14 +82,10 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     # tyro takes a misspelt recipe behind an option of several values for one more value.
     if not any(map(options.no_recipe, words)):
         try:
-            parsed = tyro.cli(kind, console_outputs=helps, **settings)
+            return tyro.cli(kind, console_outputs=helps, **settings)
         except SystemExit as left:
             if helps or left.code in (None, 0):
                 raise
-        else:
-            for message in in_vain(parsed, default() if isinstance(default, type) else default):
-                remark(message)
-            return parsed
     try:
         if phrases := options.unknown(words):
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
@@ -100,9 +96,22 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
 
 
 def config_of(words: Sequence[str], command: str) -> tuple[str, Any]:
-    """The trainer and its config, of the words behind ``rl-fn COMMAND``. See ``expanded`` and ``parse``."""
+    """The trainer and its config, of the words behind ``rl-fn COMMAND``. See ``expanded`` and ``parse``.
+
+    Options that nothing reads beside the others are remarked on, by the first rank of a job alone.
+    """
     name, options = expanded(words)
-    return name, parse(load(TRAINERS[name].default), options, prog=f"rl-fn {command} {name}")
+    default = load(TRAINERS[name].default)
+    config = parse(default, options, prog=f"rl-fn {command} {name}")
+    if os.environ.get("RANK", "0") == "0":
+        remark_on_vain(config, default, options)
+    return name, config
+
+
+def remark_on_vain(config: Any, default: Any, words: Sequence[str]) -> None:
+    """Say which options nothing reads beside the others. ``default``: as ``parse`` has it."""
+    for message in in_vain(config, default() if isinstance(default, type) else default(words)):
+        remark(message)
 
 
 def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, list[str]]:

@@ -31,19 +31,18 @@ class RecipeOptions(TrainingOptions):
     def adamw(self, updates: int, optimizer: OptimizerConfig | None = None) -> AdamW:
         """The run's optimiser, or another one, with the length of its schedule."""
         config = self.optimizer if optimizer is None else optimizer
-        values = asdict(config)
-        if config.decay == "constant":
-            del values["final"]  # of the command's default values, which this decay does not read
+        unread = self.unread_of("", config)  # values of the command's own, or of a run file
+        values = {name: value for name, value in asdict(config).items() if f".{name}" not in unread}
         return AdamW(**values, total=updates)
 
     def remark_on_warmup(self, updates: int, part: str = "optimizer", optimizer: OptimizerConfig | None = None) -> None:
         """Say where a run ends before its learning rate is what the options name."""
         config = self.optimizer if optimizer is None else optimizer
-        if updates < config.warmup:
-            highest = config.scale(updates - 1, updates) * config.learning_rate
+        highest = max(config.scale(0, updates), config.scale(updates - 1, updates))
+        if updates <= config.warmup and highest < 1:
             remark(
                 f"--{part}.warmup {config.warmup} is longer than the run (updates: {updates}): the learning rate "
-                f"comes to {highest:.3g}, and never to {config.learning_rate:g}"
+                f"comes to {highest * config.learning_rate:.3g}, and never to {config.learning_rate:g}"
             )
 
     def unread(self) -> dict[str, str]:
@@ -53,7 +52,8 @@ class RecipeOptions(TrainingOptions):
     @staticmethod
     def unread_of(part: str, optimizer: OptimizerConfig) -> dict[str, str]:
         """The options of an optimiser that its schedule does not read."""
-        return {f"{part}.final": f"with --{part}.decay constant"} if optimizer.decay == "constant" else {}
+        unread = {f"{part}.final": f"with --{part}.decay constant"} if optimizer.decay == "constant" else {}
+        return unread | ({} if optimizer.warmup else {f"{part}.initial": f"without --{part}.warmup"})
 
     @property
     def workers_apart(self) -> int:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from rl_bridge.algorithms.policy_setup import require_parts
+from rl_bridge.common.terminal import remark
 from rl_bridge.data.census import Census
 from rl_bridge.data.rows import answered_row, policy_row
 from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.loop.data import Model, Rows, in_hand
 from rl_bridge.loop.trained import Policy
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource
-from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
+from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained, tokenizer_of
 from rl_bridge.models.row_checks import (
     check_rows,
     imitated_rows,
@@ -135,7 +136,7 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     require_parts(objective, options.shared()["mesh"])
     options.rehearse(model)
     teacher = None if options.teacher is None else teacher_model(options.teacher, model)
-    critic = None if objective.value is None else value_source(options.critic.model)
+    critic = None if objective.value is None else value_source(options.critic.model, model)
     for role, beside in (("critic", critic), ("teacher", None if teacher is None else teacher.source)):
         if beside is not None:
             new_tokens, limit = options.policy.sampling.max_new_tokens, options.longest_conversation
@@ -144,17 +145,23 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     return Beside(marks=marks, environment=environment, critic=critic, teacher=teacher)
 
 
-def value_source(name: str | None) -> ModelSource | None:
+def value_source(name: str | None, policy: Model) -> ModelSource | None:
     """The source of a critic of its own; None: the critic has the policy's trunk.
 
     Raises:
-        ValueError: no such model, another head, or weights that do not fit.
+        ValueError: no such model, another head, weights that do not fit, or another vocabulary than the policy's.
     """
     if name is None:
         return None
     source = PretrainedValueSource(name)
     with torch.device("meta"):
         source.check(source.empty())
+    try:
+        tokenizer = tokenizer_of(name, alone=True)
+    except (OSError, ValueError):
+        remark(f"the critic {name} has no tokenizer to compare with the policy's, whose ids it reads as its own")
+    else:
+        require_vocabulary(tokenizer, policy.tokenizer, kind="critic")
     return source
 
 

@@ -112,16 +112,11 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
             self.rollout.require_own(self.model)
         objective = self.objective_and_control()[0]
         require_objective(objective, self.policy)
-        if reads_reference(objective):
-            require_used(self, ("track_kl",), f"with {objective.name}, which reads the reference")
-        elif not self.track_kl:
+        if not reads_reference(objective) and not self.track_kl:
             reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
             require_used(self.policy, ("reference_every", "reference_share"), reason, part="policy")
         if self.reward_weights and self.policy.scalar.weights is not None:
             require_used(self, ("reward_weights",), "beside --policy.scalar.weights")
-        if not self.policy.pass_at and "correct" not in required_fields(objective):
-            reason = f"without --policy.pass-at, with {objective.name}, which does not read what is correct"
-            require_used(self.policy, ("correct_reward",), reason, part="policy")
         if objective.value is None:
             names = [option.name for option in fields(self.critic)]
             require_used(self.critic, names, f"with {objective.name}, which has no critic", part="critic")
@@ -142,6 +137,14 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     def unread(self) -> dict[str, str]:
         """Options that nothing reads beside the others, those of a warm start without steps among them."""
         unread = super().unread() | self.unread_of("critic.optimizer", self.critic.optimizer)
+        objective = self.objective_and_control()[0]
+        if reads_reference(objective):
+            unread["track_kl"] = f"with {objective.name}, which reads the reference"
+        if not self.policy.pass_at and "correct" not in required_fields(objective):
+            reason = f"without --policy.pass-at, with {objective.name}, which does not read what is correct"
+            unread["policy.correct_reward"] = reason
+        if not self.asynchronous.on:
+            unread["asynchronous.round_tokens"] = "without --asynchronous.max-staleness"
         if self.sft.steps:
             return unread | self.unread_of("sft.optimizer", self.sft.optimizer)
         return unread | dict.fromkeys(("sft.rows_per_step", "sft.optimizer"), "without --sft.steps")

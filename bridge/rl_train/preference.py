@@ -26,10 +26,12 @@ class PreferencePipeline(ComparisonOptions):
     """Score all rows with the reference once before training. False scores the rows of each step, beside the policy."""
 
     def __post_init__(self) -> None:
-        """Refuse what nothing would read."""
+        """Refuse models that would have to take turns within a step, and what nothing would read."""
         super().__post_init__()
         if not self.loss.build().needs_reference:
             require_used(self, ("cache_reference",), f"with loss:{self.loss.loss}, which has no reference")
+        elif self.offload == "phases" and not self.cache_reference:
+            raise ValueError("offload phases needs cache_reference: else policy and reference compute in every step")
 
 
 def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = ()) -> dict[str, Any]:

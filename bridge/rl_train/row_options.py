@@ -48,13 +48,13 @@ class RowOptions(RecipeOptions):
             raise ValueError(f"counts must be ≥ 1, got {given(self, 'steps', 'rows_per_step', 'evaluate_every')}")
         if (self.epochs is not None and not self.epochs > 0) or (self.max_length is not None and self.max_length < 2):
             raise ValueError(f"need epochs > 0 and max_length ≥ 2, got {self.epochs} and {self.max_length}")
-        if self.offload == "phases":
-            raise ValueError(
-                "--offload phases has no effect here, where no model waits while another one works: --offload always "
-                "keeps weights, gradients and optimiser in host memory"
-            )
         if self.epochs is not None:
             require_used(self, ("steps",), f"beside --epochs {self.epochs}")
+
+    def unread(self) -> dict[str, str]:
+        """Options that nothing reads beside the others."""
+        no_phases = "here, where no model waits while another one works; --offload always keeps all in host memory"
+        return super().unread() | ({"offload": no_phases} if self.offload == "phases" else {})
 
     def steps_for(self, rows: int) -> int:
         """Updates for so many rows: ``steps``, or what the epochs take, the last one rounded up."""

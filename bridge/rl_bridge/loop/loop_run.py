@@ -1,11 +1,11 @@
 """``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
 
 import json
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -214,7 +214,11 @@ class Run:
                 or an object that changes in a step, or between two stages, and is not in the stage's state.
             RuntimeError: the run was not entered, ``with Run(…) as run``, or its block has ended.
         """
-        if not isinstance(total, Integral) or total < 0:
+        try:
+            count = operator.index(total)
+        except TypeError:
+            count = -1
+        if count < 0:
             raise ValueError(f"run.steps takes the number of steps, whole and not negative, got {total!r}")
         if state is not None:
             require_kind("state", state, Sequence, _LIST)
@@ -386,11 +390,14 @@ class Run:
 
     def _without_best(self) -> str:
         """Why there is no best checkpoint."""
+        start = "run.load_best has changed no weights: "
         if self._best_by is None:
-            return "run.load_best has changed no weights: run.keep_best(metric) comes before the steps"
+            return f"{start}run.keep_best(metric) comes before the steps"
+        if self._best_by in self._numbers:
+            return f"{start}run.keep_best({self._best_by!r}) comes before the steps, and a best number is finite"
         return (
-            f"run.load_best has changed no weights: no record has a finite {self._best_by!r}, by which run.keep_best "
-            f"goes; what run.log got here is {', '.join(self._numbers) or 'nothing'}"
+            f"{start}no record has {self._best_by!r}, by which run.keep_best goes; what run.log got here is "
+            f"{', '.join(self._numbers) or 'nothing'}"
         )
 
 

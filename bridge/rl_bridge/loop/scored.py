@@ -59,6 +59,8 @@ class AdamW(OptimizerConfig):
                 f"the rate decays to its last update, AdamW(…, total=updates): got {given(self, 'decay', 'final')} "
                 "without a total"
             )
+        if self.initial is not None and not self.warmup:
+            raise ValueError(f"initial={self.initial} has no effect without a warmup, which would begin there")
         if self.decay == "constant" and self.final != OptimizerConfig.final:
             raise ValueError(f"a constant rate ends where it was: final={self.final} has no effect with decay constant")
         if self.total is not None and self.total < 1:

@@ -74,7 +74,10 @@ def require_vocabulary(
     if missing := other.get_vocab().items() - tokenizer.get_vocab().items():
         name, example = tokenizer.name_or_path, min(missing, key=lambda pair: pair[1])
         named = f"the {kind} {name!r}" if name else f"the {kind}"
-        raise ValueError(f"{named} has another vocabulary than {of_other}: it has no token {example}")
+        raise ValueError(
+            f"{named} has another vocabulary than {of_other}: it has no token {example}. Models that meet need one "
+            "tokenizer"
+        )
 
 
 def tokenizer_of(name: str, *, alone: bool = False) -> PreTrainedTokenizerBase:

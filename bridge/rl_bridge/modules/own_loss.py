@@ -96,7 +96,7 @@ class TorchLoss(PerToken):
         Raises:
             TypeError, ValueError: the function does not return a number for each token.
         """
-        with naming_errors(self.name):
+        with naming_errors(lambda: self.name):
             losses = self.function(LossBatch(dict(zip((*GIVEN, *self.reads), tensors, strict=True))))
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             what = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__

@@ -68,11 +68,8 @@ class OptimizerConfig:
                 "need a finite learning_rate > 0, max_grad_norm > 0, warmup ≥ 0 and final in [0, 1], got "
                 f"{given(self, 'learning_rate', 'max_grad_norm', 'warmup', 'final')}"
             )
-        if self.initial is not None and not (0 <= self.initial <= 1 and self.warmup):
-            raise ValueError(
-                "need initial in [0, 1] with a warmup of at least 1, which begins there, or None, got "
-                f"{given(self, 'initial', 'warmup')}"
-            )
+        if self.initial is not None and not 0 <= self.initial <= 1:
+            raise ValueError(f"need initial in [0, 1] or None, got {given(self, 'initial')}")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.weight_decay >= 0):
             raise ValueError(
                 "need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got "

@@ -343,7 +343,7 @@ class AsynchronousOptions:
                 f"{given(self, 'max_staleness', 'tokens_beside', 'round_tokens', 'rollout_workers')}"
             )
         if not self.on:
-            names = ("partial", "deterministic", "tokens_beside", "round_tokens", "window", "request_seconds")
+            names = ("partial", "deterministic", "tokens_beside", "window", "request_seconds")
             if any(option.default != getattr(self, option.name) for option in fields(self) if option.name in names):
                 raise ValueError(f"without max_staleness nothing runs ahead, got {given(self, *names)}")
         elif self.deterministic and self.window > 1:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.terminal import say
+from rl_bridge.common.terminal import remark, say
 from rl_bridge.common.user_marks import content_of
+from rl_bridge.run.options import in_vain
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
 from rl_tools.tune.journal import CONTENTS, Journal, library
@@ -124,12 +125,15 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     if arguments.space is not None:
         if domains:
             raise ValueError(f"--space {arguments.space} proposes all options: leave --space.{next(iter(domains))} out")
-        trainers.parse(default, fixed, prog=prog)
+        parsed = [trainers.parse(default, fixed, prog=prog)]
     else:
-        space = read_space(domains, options, fixed)
+        space, parsed = read_space(domains, options, fixed), []
         for corner in corners(space):
             example = words_of(corner, options, fixed)
-            trainers.parse(default, example, prog=prog)
+            parsed.append(trainers.parse(default, example, prog=prog))
+    begun = default() if isinstance(default, type) else default
+    for message in sorted(set.intersection(*(set(in_vain(config, begun)) for config in parsed))):
+        remark(message)
 
     def require_known(values: Mapping[str, Any]) -> None:
         for name in values:
@@ -296,7 +300,10 @@ def _contents(words: Sequence[str]) -> dict[str, str]:
     """
     from rl_bridge.run.provenance import of_weights
 
-    pieces = dict.fromkeys(piece for word in words for piece in re.split("[=:@,]", word))
+    # A path may have these characters itself.
+    pieces = dict.fromkeys(
+        piece for word in words for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word))
+    )
     files = [Path(piece) for piece in pieces if os.path.isfile(piece)]
     return {f"{CONTENTS}{file}": content_of(file)[:16] if file.suffix == ".py" else of_weights(file) for file in files}
 

@@ -93,7 +93,7 @@ class Custom(PerToken):
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return one number per token."""
-        with naming_errors(self.explain()):
+        with naming_errors(self.explain):
             return self.function(batch)
 
     def explain(self) -> str:
@@ -102,12 +102,14 @@ class Custom(PerToken):
 
 
 @contextlib.contextmanager
-def naming_errors(function: str) -> Iterator[None]:
-    """Add the function's name to an error inside it, which a run shows where the traceback is not."""
+def naming_errors(function: Callable[[], str]) -> Iterator[None]:
+    """Add a function's name to an error inside the function: a run shows the name where the traceback is not."""
     try:
         yield
     except Exception as error:
-        error.add_note(f"in the function {function} of an objective")
+        note = f"in the function {function()} of an objective"
+        if note not in getattr(error, "__notes__", ()):  # the error may be one object that is raised again
+            error.add_note(note)
         raise
 
 

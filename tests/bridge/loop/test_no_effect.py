@@ -56,6 +56,8 @@ def policy(model):
         ({"decay": "cosin", "total": 9}, "decay is one of constant, linear, cosine, got 'cosin'"),
         ({"decay": "cosin"}, "decay is one of"),
         ({"learning_rate": float("inf")}, "finite"),
+        ({"decay": "constant", "total": 9, "final": 0.5}, "final=0.5 has no effect with decay constant"),
+        ({"initial": 0.5, "warmup": 0}, "initial=0.5 has no effect without a warmup"),
     ],
     ids=str,
 )

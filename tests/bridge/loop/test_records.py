@@ -137,8 +137,8 @@ def test_a_run_whose_block_has_ended_says_so(call, tmp_path):
 
 BEST = {
     "never watched": (None, r"run\.keep_best\(metric\) comes before the steps"),
-    "misspelt": ("held_outt", "no record has a finite 'held_outt', by which .* is held_out, other$"),
-    "not finite": ("other", "no record has a finite 'other'"),
+    "misspelt": ("held_outt", "no record has 'held_outt', by which .* is held_out, other$"),
+    "not finite": ("other", r"run\.keep_best\('other'\) comes before the steps, and a best number is finite"),
     "there": ("held_out", None),
 }
 

@@ -108,7 +108,6 @@ def test_optaxs_named_schedules_are_among_them(warmup):
         {"final": -0.1},
         {"initial": -0.1},
         {"initial": 2.0},
-        {"initial": 0.5, "warmup": 0},
         {"beta1": 1.0},
         {"beta2": -0.1},
         {"weight_decay": -1.0},

@@ -28,6 +28,7 @@ from rl_bridge.rewards import load
 from rl_bridge.run.run import Run
 from rl_tools.cli import main
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES, loss_options
+from rl_train.preference import PreferencePipeline
 from tests.support.chat_templates import bytes_tokenizer
 from tests.support.results import metrics
 
@@ -195,6 +196,11 @@ def test_the_exported_folder_gives_the_run_s_own_loss_in_plain_transformers(word
 def test_rows_that_do_not_fit_are_named(words, capsys, trainer, form, loss, message):
     assert main(words(trainer, form, "run", f"loss:{loss}")) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_reference_that_would_take_turns_within_a_step_is_refused():
+    with pytest.raises(ValueError, match="offload phases needs cache_reference"):
+        PreferencePipeline(offload="phases", cache_reference=False)
 
 
 def test_every_loss_is_an_option_with_the_constants_of_its_function():

@@ -12,13 +12,17 @@ from safetensors.torch import save_file
 from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.common.user_marks import content_of, sources_of
 from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.loop.data import Model
 from rl_bridge.models.model_source import PretrainedSource, ValueSource
+from rl_bridge.models.pretrained import tokenizer_of
+from rl_bridge.models.small import character_tokenizer
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.run.provenance import of_folder
 from rl_tools.cli import main
 from rl_train.policy import run_policy
 from rl_train.policy_configs import quickstart
+from rl_train.policy_inputs import value_source
 from rl_train.policy_options import CriticOptions, PolicyPipeline
 from rl_train.preference import PreferencePipeline, run_preference
 from rl_train.sft import SFTPipeline, run_sft
@@ -229,6 +233,19 @@ def test_what_a_class_cannot_do_is_refused_before_anything_is_read(options, word
     policy = replace(quickstart().policy, recompute_old_logprobs=True)
     with pytest.raises(ValueError, match=words):
         replace(quickstart(), model="own.py:Tiny", tokenizer="words", policy=policy, **options)
+
+
+def test_a_critic_reads_the_policy_s_ids(inputs, model_folder, tmp_path, capsys):
+    """Of another vocabulary its values would be of other tokens; without a tokenizer nobody knows."""
+    policy = Model(PretrainedSource(str(model_folder)), tokenizer_of(str(model_folder)))
+    assert value_source(str(inputs / "critic"), policy) is not None and capsys.readouterr().out == ""
+    character_tokenizer("=-+9876543210").save_pretrained(inputs / "critic")
+    with pytest.raises(ValueError, match=r"the critic .* has another vocabulary than the policy: it has no token"):
+        value_source(str(inputs / "critic"), policy)
+    for file in (inputs / "critic").glob("*token*"):
+        file.unlink()
+    assert value_source(str(inputs / "critic"), policy) is not None
+    assert "has no tokenizer to compare" in capsys.readouterr().out
 
 
 def test_every_model_of_a_policy_run_is_compared(model_folder):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.objective_options import ALGORITHMS, KLOptions
-from rl_tools.trainers import TRAINERS, load, parse
+from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_tools.trainers import TRAINERS, config_of, load, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
 from rl_train.policy_inputs import rows_of
@@ -58,7 +58,6 @@ def test_usr_5_no_number_of_any_option_may_be_nan_or_infinite(name):
 
 
 BRIDGE = Path(__file__).parents[3] / "bridge"
-WITH_KL = ALGORITHMS["dapo"](kl=KLOptions(coef=0.1))
 SIMPO, GRPO, PPO = LOSSES["simpo"](), ALGORITHMS["grpo"](), ALGORITHMS["ppo"]()
 USELESS = [
     ("sft", {"lora.target_modules": ("q_proj",)}, "without a --lora.rank"),
@@ -80,11 +79,6 @@ USELESS = [
     ("policy", {"policy.least_effective_share": 0.4}, "without --policy.recompute-old-logprobs"),
     ("policy", {"samples_kept": 2, "samples_every": 0}, "with --samples-every 0"),
     ("sft", {"tracker_project": "x"}, "without --trackers"),
-    ("sft", {"offload": "phases"}, "here, where no model waits"),
-    ("preference", {"offload": "phases"}, "here, where no model waits"),
-    ("reward-model", {"offload": "phases"}, "here, where no model waits"),
-    ("policy", {"track_kl": False, "objective": WITH_KL}, "with dapo, which reads the reference"),
-    ("policy", {"policy.correct_reward": 0.5}, "without --policy.pass-at, with dapo"),
     ("policy", {"reward_weights": (1.0,), "policy.scalar.weights": (2.0,)}, "beside --policy.scalar.weights"),
     ("policy", {"reward_timeout": 3.0}, "without a reward FILE.py:function"),
     ("policy", {"reward_protocol": "trl", "reward": ("exact", "http://x")}, "without a reward FILE.py:function"),
@@ -135,24 +129,45 @@ IN_VAIN = [
     ("policy", "--sft.steps 0", "--sft.rows-per-step 7"),
     ("policy", "--sft.steps 0", "--sft.optimizer.learning-rate 0.5"),
     ("policy", "--model x", "--sft.optimizer.warmup 3"),
+    ("sft", "--optimizer.warmup 0", "--optimizer.initial 0.1"),
+    ("policy", "--optimizer.warmup 0", "--optimizer.initial 0.1"),
+    ("sft", "", "--offload phases"),
+    ("preference", "", "--offload phases"),
+    ("reward-model", "", "--offload phases"),
+    ("policy", "", "--asynchronous.round-tokens 4"),
+    ("policy", "", "--policy.correct-reward 0.5"),
+    ("policy", "objective:dapo --objective.kl.coef 0.1", "--no-track-kl"),
 ]
 
 
 @pytest.mark.parametrize(("trainer", "others", "given"), IN_VAIN, ids=[f"{t} {o} {g}" for t, o, g in IN_VAIN])
-def test_an_option_in_vain_is_remarked_on_where_its_default_is_the_commands(trainer, others, given, capsys):
+def test_an_option_in_vain_is_remarked_on(trainer, others, given, capsys):
     """The command's own default values pass beside the same options: nobody has given them."""
-    default = load(TRAINERS[trainer].default)
-    parse(default, others.split(), prog="x")
-    assert capsys.readouterr().out == ""
-    parse(default, [*given.split(), *others.split()], prog="x")
-    assert re.fullmatch(rf"{given} has no effect with.*\n", capsys.readouterr().out)
+
+    def remarks(*words):
+        _, options = config_of([trainer, *words, *others.split()], "train")
+        text = capsys.readouterr().out
+        assert options.adamw(9).total == 9, "the run begins"
+        return text
+
+    assert remarks() == ""
+    named = given.replace("--no-track-kl", "--track-kl False")
+    assert re.fullmatch(rf"{named} has no effect (with|here).*\n", remarks(*given.split()))
 
 
 def test_what_an_option_in_vain_needs_makes_it_good(capsys):
-    default = load(TRAINERS["policy"].default)
-    words = "--model x --sft.steps 2 --sft.rows-per-step 7 --optimizer.decay linear --optimizer.final 0.3"
-    options = parse(default, words.split(), prog="x")
-    assert (options.sft.rows_per_step, options.optimizer.final) == (7, 0.3) and capsys.readouterr().out == ""
+    words = "policy --model x --sft.steps 2 --sft.rows-per-step 7 --optimizer.decay linear --optimizer.final 0.3"
+    _, options = config_of(words.split(), "train")
+    assert (options.sft.rows_per_step, options.optimizer.final) == (7, 0.3)
+    config_of(["policy", "objective:vapo", "--policy.correct-reward", "0.5", "--optimizer.initial", "0.1"], "train")
+    assert capsys.readouterr().out == ""
+
+
+def test_other_ranks_than_the_first_repeat_no_remark(monkeypatch, capsys):
+    for rank, count in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        config_of(["sft", "--offload", "phases"], "train")
+        assert capsys.readouterr().out.count("has no effect") == count
 
 
 @pytest.mark.parametrize(("updates", "highest"), [(10, None), (9, "9e-05"), (1, "1e-05")])
@@ -161,6 +176,9 @@ def test_a_warm_up_that_outlasts_the_run_is_remarked_on(updates, highest, capsys
     sft.remark_on_warmup(updates)
     remark = f"--optimizer.warmup 10 is longer than the run (updates: {updates}): the learning rate comes to "
     assert capsys.readouterr().out == ("" if highest is None else f"{remark}{highest}, and never to 0.0001\n")
+    for initial, others in ((1.0, ""), (0.5, f"{remark}{5e-5 + 5e-6 * (updates - 1):.3g}, and never to 0.0001\n")):
+        sft.remark_on_warmup(updates, optimizer=dataclasses.replace(sft.optimizer, initial=initial))
+        assert capsys.readouterr().out == others
 
 
 IMPOSSIBLE = [
