@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_bridge.common.terminal import remark
+from rl_bridge.common.terminal import tell
 from rl_bridge.engines.engine import Turns
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model
@@ -40,7 +40,7 @@ class RecipeOptions(TrainingOptions):
         config = self.optimizer if optimizer is None else optimizer
         highest = max(config.scale(0, updates), config.scale(updates - 1, updates))
         if updates <= config.warmup and highest < 1:
-            remark(
+            tell(
                 f"--{part}.warmup {config.warmup} is longer than the run (updates: {updates}): the learning rate "
                 f"comes to {highest * config.learning_rate:.3g}, and never to {config.learning_rate:g}"
             )

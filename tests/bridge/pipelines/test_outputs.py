@@ -48,7 +48,8 @@ def test_own_data_reward_and_model_to_the_end(
     tmp_path, arguments, data, reward, model_folder, run_to_end, capsys, curves
 ):
     changes = {"--data": data, "--reward": reward("return float(row['answer'] in (3, 4) or '1' in completion)")}
-    folder = run_to_end(arguments("run", **QUICK, **changes, **{"--seed": 5}))
+    short = {"--optimizer.warmup": 1, "--sft.optimizer.warmup": 1}
+    folder = run_to_end(arguments("run", **QUICK, **changes, **short, **{"--seed": 5}))
     out = capsys.readouterr().out.splitlines()
     assert re.fullmatch(LAST_LINE.replace("accuracy", "reward"), out[-1])
     assert out[0] == f"rows: {data}: 64 rows of 1 file: 44 trained on, 20 held out"
