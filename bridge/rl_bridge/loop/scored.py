@@ -121,8 +121,8 @@ class Scored:
         self.engines.apart = [other.engine for other in apart_from]
         self.engines.tell, self.engines.types = model.remark, export_types(model.source)
         self.engine: TrainEngine
-        self._compared: list[PreTrainedTokenizerBase] = []
-        """Tokenizers of other models that name tokens by the ids of this one's."""
+        self._compared = [model.tokenizer]
+        """Tokenizers that name tokens by the ids of this model's, its own among them."""
 
     def __enter__(self) -> Self:
         return self

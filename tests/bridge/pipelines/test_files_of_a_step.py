@@ -57,7 +57,9 @@ def test_a_step_of_the_quickstart_enters_few_files(tmp_path, monkeypatch):
     start = quickstart()
     sizes = replace(start.policy, steps=1, prompts_per_step=4, evaluate_every=1)
     warm = replace(start.sft, steps=1, rows_per_step=4)
-    run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
+    for _ in range(2):  # the first run traces the formulas, unless another test has
+        entered.clear()
+        run_policy(replace(start, output=tmp_path, policy=sizes, sft=warm, held_out=8, threads=1))
     assert {"algorithms/policy_training.py", "functional/runtime.py", "rollout/decoder.py"} <= entered
     assert len(entered) <= FILES, sorted(entered)
 
