@@ -131,9 +131,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         for corner in corners(space):
             example = words_of(corner, options, fixed)
             parsed.append(trainers.parse(default, example, prog=prog))
-    begun = default() if isinstance(default, type) else default
-    for message in sorted(set.intersection(*(set(in_vain(config, begun)) for config in parsed))):
-        remark(message)
+    _remark_on_vain(parsed, default() if isinstance(default, type) else default)
 
     def require_known(values: Mapping[str, Any]) -> None:
         for name in values:
@@ -291,6 +289,12 @@ def _about(
         "first_seed": arguments.first_seed,
         "pruning": vars(plan.pruning),
     }
+
+
+def _remark_on_vain(parsed: Sequence[Any], begun: Any) -> None:
+    """Say which options no trial reads, of the configs ``parsed`` at the corners of the space."""
+    for message in sorted(set.intersection(*(set(in_vain(config, begun)) for config in parsed))):
+        remark(message)
 
 
 def _contents(words: Sequence[str]) -> dict[str, str]:
