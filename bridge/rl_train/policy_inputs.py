@@ -15,7 +15,7 @@ from rl_bridge.environments import EnvironmentFactory
 from rl_bridge.loop.data import Model, Rows, in_hand
 from rl_bridge.loop.trained import Policy
 from rl_bridge.models.model_source import ModelSource, PretrainedSource, PretrainedValueSource
-from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained, tokenizer_of
+from rl_bridge.models.pretrained import pretrained, require_vocabulary, save_pretrained
 from rl_bridge.models.row_checks import (
     check_rows,
     imitated_rows,
@@ -25,6 +25,7 @@ from rl_bridge.models.row_checks import (
     require_as_long,
     supervised,
 )
+from rl_bridge.models.tokenizer_files import tokenizer_in
 from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
@@ -157,7 +158,7 @@ def value_source(name: str | None, policy: Model) -> ModelSource | None:
     with torch.device("meta"):
         source.check(source.empty())
     try:
-        tokenizer = tokenizer_of(name, alone=True)
+        tokenizer = tokenizer_in(name, alone=True)
     except (OSError, ValueError):
         remark(f"the critic {name} has no tokenizer to compare with the policy's, whose ids it reads as its own")
     else:
