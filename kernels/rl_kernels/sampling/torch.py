@@ -24,7 +24,7 @@ from rl_kernels.sampling.cutoff import (
 from rl_kernels.sampling.philox import TILES, TOKENS, gumbel
 
 # Logits of a chunk. A search has some fifty small steps a chunk, and so larger ones; sums are taken in small ones.
-_CHUNK, _CACHED = 1 << 20, 1 << 17
+_CHUNK, _CACHED = 1 << 21, 1 << 17
 _NOTHING = float("-inf")
 _LEAST = torch.finfo(torch.float32).min
 
@@ -35,6 +35,14 @@ class Sums(NamedTuple):
     maximum: Tensor
     total: Tensor
     weighted: Tensor
+
+
+class Terms(NamedTuple):
+    """Of every tile [R, T] the maximum, and of every token [R, T, W] x − maximum and e^{x − maximum}."""
+
+    maximum: Tensor
+    shifted: Tensor
+    e: Tensor
 
 
 def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
@@ -52,16 +60,22 @@ def forward(logits: Tensor, parameters: Parameters) -> tuple[Tensor, ...]:
         rows = slice(first, first + step)
         x = _scaled(logits[rows], heat[rows], warm)
         cutoff = find(x, count[rows], p[rows], log_min_p[rows], work) if cuts else None
+        # −inf is never allowed.
+        least = None if cutoff is None else key_value(cutoff.key)[:, None, None].clamp_(min=_LEAST)
         size = max(1, _CACHED // x.shape[-1]) if x.device.type == "cpu" else step
         for start in range(0, max(1, len(x)), size):
             some = slice(start, start + size)
             tiles = _tiles(x[some], work)
-            full, e, weighted = _summed(tiles, work)
-            if cutoff is None:
+            terms = _terms(tiles, work)
+            if cutoff is None or least is None:
+                full = _summed(terms)
                 parts.append((*full, *full, *_uncut(x[some])))
             else:
+                # The entropy of all tokens is read only where none is cut off.
+                total = terms.e.sum(-1)
                 mine = Cutoff(*(column[some] for column in cutoff))
-                parts.append((*full, *_cut(tiles, full, e, weighted, mine, work), mine.key, mine.last))
+                cut, number = _cut(tiles, terms, mine, least[some], work)
+                parts.append((terms.maximum, total, total, *cut, number, mine.key, mine.last))
     joined = [torch.cat(column) for column in zip(*parts, strict=True)]
     full, truncated, (number, cutoff, last) = Sums(*joined[:3]), Sums(*joined[3:6]), joined[6:]
 
@@ -84,29 +98,23 @@ def _scaled(logits: Tensor, temperature: Tensor, warm: bool) -> Tensor:
     return logits.float() / temperature[:, None] if warm else logits.float()
 
 
-def _cut(tiles: Tensor, full: Sums, e: Tensor, weighted: Tensor, cutoff: Cutoff, work: Workspace) -> tuple[Tensor, ...]:
-    """Sums of what is allowed and its number, from the terms of the full sums, which are overwritten.
+def _cut(tiles: Tensor, terms: Terms, cutoff: Cutoff, least: Tensor, work: Workspace) -> tuple[Sums, Tensor]:
+    """Sums of what is allowed and its number, from the terms of all tokens, which are overwritten.
 
     A tile with an allowed token has its maximum allowed: what is left of its terms are those of the allowed tokens.
     """
-    value = key_value(cutoff.key)[:, None, None]
-    # −inf is never allowed.
-    inside = torch.ge(tiles, value.clamp(min=_LEAST), out=work("inside", tuple(tiles.shape), tiles))
+    inside = torch.ge(tiles, least, out=work("inside", tuple(tiles.shape), tiles))
     if bool(cutoff.partial.any()):
         some = cutoff.partial.nonzero()[:, 0]
-        mine, at_most = tiles[some], value[some]
+        mine, at_most = tiles[some], least[some]
         ids = torch.arange(tiles[0].numel(), dtype=torch.float32, device=tiles.device).view(tiles.shape[1:])  # exact
         early = torch.le(ids, cutoff.last[some, None, None].float(), out=torch.empty_like(mine))
         ties = torch.eq(mine, at_most, out=torch.empty_like(mine))
         inside[some] = mine.gt_(at_most).add_(ties.mul_(early))
+    terms.e.mul_(inside)
     number = inside.sum(-1)
-    none = number == 0
-    return (
-        full.maximum.masked_fill(none, _NOTHING),
-        e.mul_(inside).sum(-1).masked_fill_(none, 0.0),
-        weighted.mul_(inside).sum(-1).masked_fill_(none, 0.0),
-        number.sum(-1).long(),
-    )
+    cut = _summed(terms._replace(maximum=terms.maximum.masked_fill(number == 0, _NOTHING)))
+    return cut, number.sum(-1).long()
 
 
 def _uncut(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,17 +128,20 @@ def _uncut(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sums(x: Tensor) -> Sums:
     """Of rows x [R, V]; −inf excludes a token."""
     work = Workspace()
-    return _summed(_tiles(x, work), work)[0]
+    return _summed(_terms(_tiles(x, work), work))
 
 
-def _summed(tiles: Tensor, work: Workspace) -> tuple[Sums, Tensor, Tensor]:
-    """The sums, and their terms e^{x − maximum} and (x − maximum) e^{x − maximum} [R, T, W]."""
+def _terms(tiles: Tensor, work: Workspace) -> Terms:
     maximum, shape = tiles.amax(-1), tuple(tiles.shape)
-    shifted = torch.sub(tiles, finite(maximum)[..., None], out=work("weighted", shape, tiles))
-    e = torch.exp(shifted, out=work("terms", shape, tiles))
+    shifted = torch.sub(tiles, finite(maximum)[..., None], out=work("shifted", shape, tiles))
+    return Terms(maximum, shifted, torch.exp(shifted, out=work("terms", shape, tiles)))
+
+
+def _summed(terms: Terms) -> Sums:
+    """The sums; x − maximum is overwritten."""
     # −inf · 0 would be NaN; e^−1000 is 0.
-    weighted = shifted.clamp_(min=-1000.0).mul_(e)
-    return Sums(maximum, e.sum(-1), weighted.sum(-1)), e, weighted
+    weighted = terms.shifted.clamp_(min=-1000.0).mul_(terms.e)
+    return Sums(terms.maximum, terms.e.sum(-1), weighted.sum(-1))
 
 
 def _tiles(x: Tensor, work: Workspace) -> Tensor:
