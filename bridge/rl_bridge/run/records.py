@@ -22,7 +22,7 @@ STEP: dict[str, Kind] = {
     "run?": "text",
     "*": "a number or a boolean or null",
 }
-"""What a step's record holds. Metrics may be NaN."""
+"""The entries of a step's record. Metrics may be NaN."""
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ STREAMS = {"metrics": METRICS, "system": SYSTEM}
 _ABOUT = ("stage", "step", "run", "attempt", "time", "weights_version", "optimizer_step", "seconds")
 """Fields of a record that are no metrics: its subject, and clocks."""
 _STEP = {**STEP, "time": "a finite number", "*": "a number or a boolean or text or null"}
-"""What is no number is left out."""
+"""Entries that are no numbers are left out."""
 CHUNK = 500
 """Rows that are sent together."""
 

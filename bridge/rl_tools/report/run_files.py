@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
         "timeline?": [("a finite number", _BYTES)],
     },
 }
-"""What each file holds, a line or the whole of it, so far as a report computes anything from it."""
+"""The entries of each file, a line or the whole of it, so far as a report computes anything from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
