@@ -7,8 +7,22 @@ from typing import Any
 
 from rl_bridge.common.append_log import parsed_or_none, read_log, whole_lines
 from rl_bridge.common.files import replacing
+from rl_bridge.common.json_kinds import Kind
 
 METRICS = "metrics.jsonl"
+STEP: dict[str, Kind] = {
+    "stage": "text",
+    "step": "a whole number",
+    "seconds": "a finite number",
+    "trained_tokens?": "a finite number",
+    "weights_version?": "a whole number",
+    "optimizer_step?": "a whole number",
+    "attempt?": "a whole number",
+    "time?": "a finite number",
+    "run?": "text",
+    "*": "a number or a boolean or null",
+}
+"""The entries of a step's record. Metrics may be NaN."""
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from rl_bridge.common.append_log import read_log
+from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.files import InUse, Lock, write_json
+from rl_bridge.common.json_kinds import require_kind
 from rl_bridge.common.scrubbing import scrubbed
 from rl_bridge.run.provenance import read_provenance
 from rl_bridge.run.records import METRICS
@@ -62,6 +63,8 @@ def _version(file: Path) -> int | None:
 
 
 FOLDER = "exports"
+_TAIL = {**dict.fromkeys(("size", "crc32", "rows", "tokens"), "a whole number"), "*": "no other entry"}
+_STATE = {"about": "text", "closed": "a boolean", "tails": dict.fromkeys(STREAMS, _TAIL), "memory": {}}
 
 
 class Cursor:
@@ -89,7 +92,9 @@ class Cursor:
                 f"{self._wait:.0f} s"
             ) from None
         try:
-            self.state = json.loads(self.file.read_text("utf-8"))
+            state = parsed(self.file.read_bytes(), str(self.file))
+            require_kind(state, _STATE, str(self.file))
+            self.state = state
         except (FileNotFoundError, ValueError):
             self.state = None
         return self
@@ -267,7 +272,10 @@ class Session:
 
 def about_of(folder: Path) -> About:
     """Name, config and provenance of a run, without secrets."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {file.name}: it is not a run's folder")
+    config = parsed(file.read_bytes(), str(file))
     return About(
         key=key_of(folder),
         name=scrubbed(folder.resolve().name),

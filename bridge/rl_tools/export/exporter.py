@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_bridge.common.append_log import parsed
+from rl_bridge.common.json_kinds import require_kind
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.run.options import TRACKERS
-from rl_bridge.run.records import METRICS
+from rl_bridge.run.records import METRICS, STEP
 from rl_tools.export.system import SYSTEM
 
 STREAMS = {"metrics": METRICS, "system": SYSTEM}
 """Name of a stream → its file in the run's folder."""
 _ABOUT = ("stage", "step", "run", "attempt", "time", "weights_version", "optimizer_step", "seconds")
 """Fields of a record that are no metrics: its subject, and clocks."""
+_STEP = {**STEP, "time": "a finite number", "*": "a number or a boolean or text or null"}
+"""Entries that are no numbers are left out."""
 CHUNK = 500
 """Rows that are sent together."""
 
@@ -95,7 +98,12 @@ class Tail:
                     yield row
 
     def _row(self, line: bytes, file: Path) -> Row | None:
-        record = parsed(line[:-1], f"{file}, byte {self.size}")
+        where = f"{file}, byte {self.size}"
+        record = parsed(line[:-1], where)
+        if self.stream == "system":
+            require_kind(record, {"time": "a finite number"}, where)
+        elif {"stage", "seconds"} & record.keys():
+            require_kind(record, _STEP, where)
         identity = f"{self.stream}-{self.rows}-{zlib.crc32(line):08x}"
         if self.stream == "system":
             values = {f"system/{name}": value for name, value in _numbers(record, ("time",))}

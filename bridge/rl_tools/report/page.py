@@ -140,10 +140,10 @@ def _trimmed(sample: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _text(value: Any) -> str:
-    """A prompt may be messages."""
-    if isinstance(value, list):
-        return "\n".join(f"{part.get('role', '')}: {part.get('content', '')}" for part in value)
-    return "" if value is None else str(value)
+    """A prompt may be messages, or tokens; an answer is any value of a row."""
+    if isinstance(value, list) and all(isinstance(part, dict) and "role" in part for part in value):
+        return "\n".join(f"{part['role']}: {_text(part.get('content'))}" for part in value)
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 # The page: its template, style and scripts put into one file with the content, safe whatever a model wrote.

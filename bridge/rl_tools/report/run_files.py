@@ -1,6 +1,6 @@
 """A run's folder read for a report, while the run may still be writing to it, and its curves in few points."""
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,14 +9,59 @@ from typing import Any
 
 from rl_bridge.algorithms.completion_log import COMPLETIONS
 from rl_bridge.common.append_log import parsed, read_log
+from rl_bridge.common.json_kinds import Kind, require_kind
 from rl_bridge.common.statistics import running_mean
-from rl_bridge.run.records import METRICS
+from rl_bridge.run.records import METRICS, STEP
 
 # The files of a folder.
 
 CONFIG, SUMMARY, SAMPLES, MEMORY = "config.json", "summary.json", "samples.json", "memory.jsonl"
 FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY)
 """All that a report reads of a run."""
+
+_NUMBERS = ["a number or null"]
+_SAMPLE: dict[str, Kind] = {
+    "prompt": "text",
+    "completion": "text",
+    "finish_reason": "text",
+    "reward": "a number or null",
+    "rewards": {"*": "a number or null"},
+    "left_out": "a whole number",
+    "tokens": {
+        **{"id": ["a whole number"], "text": ["text"], "counted": ["a boolean"], "version": ["a whole number"]},
+        **{"advantage": _NUMBERS, "ratio": _NUMBERS, "entropy": _NUMBERS, "logprob": _NUMBERS},
+        **{"old_logprob": _NUMBERS, "rollout_logprob": _NUMBERS},
+    },
+}
+_HELD_OUT = {"prompt?": "anything", "completion?": "anything", "answer?": "anything", "*": "a number or text or null"}
+_ROWS: dict[str, Kind] = {"*": [_HELD_OUT]}
+_SOURCE: dict[str, Kind] = {
+    "name?": "text",
+    "files?": "a whole number or null",
+    "read?": "a whole number",
+    "left_out?": {"*": "a whole number"},
+    "held_out?": "a whole number",
+    "trained?": "a whole number",
+    "*": "no other entry",
+}
+_BYTES = {"*": "a finite number"}
+KINDS: dict[str, Kind] = {
+    CONFIG: {"seed?": "a whole number or null"},
+    METRICS: STEP,
+    SUMMARY: {"census?": {"*": _SOURCE}, "versions?": {"*": "text"}},
+    SAMPLES: {"before?": _ROWS, "after?": _ROWS},
+    COMPLETIONS: {"step": "a whole number", "samples": [_SAMPLE]},
+    MEMORY: {
+        "step": "a whole number",
+        "bytes?": "a finite number",
+        "rss?": "a finite number or null",
+        "peak?": "a finite number",
+        "components?": _BYTES,
+        "seconds?": "a finite number",
+        "timeline?": [("a finite number", _BYTES)],
+    },
+}
+"""The entries of each file, a line or the whole of it, so far as a report computes anything from them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,38 +107,36 @@ def read_run(folder: Path) -> RunFiles:
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} has no {' and no '.join(missing)}: it is not a run's folder")
-    lines = read_log(folder / METRICS)
-    for number, line in enumerate(lines, 1):
-        for name, kind in {"step": int, "seconds": int | float}.items():
-            if "stage" in line and not isinstance(line.get(name), kind):
-                raise ValueError(f"{folder / METRICS}, line {number} has no {name}, as a step's record has")
-    completions = read_log(folder / COMPLETIONS)
-    for number, line in enumerate(completions, 1):
-        if not isinstance(line.get("samples"), list) or not isinstance(line.get("step"), int):
-            raise ValueError(f"{folder / COMPLETIONS}, line {number} has no step or no samples")
-    memory = read_log(folder / MEMORY)
-    for number, line in enumerate(memory, 1):
-        if not isinstance(line.get("step"), int):
-            raise ValueError(f"{folder / MEMORY}, line {number} has no step")
+    lines = _lines(folder / METRICS)
     return RunFiles(
         folder=folder,
-        config=read_object(folder / CONFIG),
+        config=_object(folder / CONFIG),
         records=[line for line in lines if "stage" in line],
         notes=[line for line in lines if "stage" not in line],
-        summary=read_object(folder / SUMMARY),
-        samples=read_object(folder / SAMPLES),
-        completions=completions,
-        memory=memory,
+        summary=_object(folder / SUMMARY),
+        samples=_object(folder / SAMPLES),
+        completions=_lines(folder / COMPLETIONS),
+        memory=_lines(folder / MEMORY),
     )
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """The object that a JSON file holds; {} where there is no file.
+def _object(file: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; {} where there is no file."""
+    if not file.is_file():
+        return {}
+    value = parsed(file.read_bytes(), str(file))
+    require_kind(value, KINDS[file.name], str(file))
+    return value
 
-    Raises:
-        ValueError: it cannot be read.
-    """
-    return parsed(file.read_bytes(), str(file)) if file.is_file() else {}
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a log; [] where there is no file."""
+    records = read_log(file)
+    for number, record in enumerate(records, 1):
+        # Steps alone have seconds: one that has lost its stage is no note.
+        is_note = file.name == METRICS and not {"stage", "seconds"} & record.keys()
+        require_kind(record, {} if is_note else KINDS[file.name], f"{file}, line {number}")
+    return records
 
 
 # Curves of a run: every number of its record over several clocks, in few enough points, with the extremes kept.
@@ -112,8 +155,8 @@ def short(value: Any) -> float | None:
     >>> short(0.123456789), short(float("nan")), short(None)
     (0.123457, None, None)
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(f"{value:.6g}") if number else None
+    # A whole number of any length is compared, and not converted.
+    return float(f"{value:.6g}") if _is_number(value) and abs(value) <= sys.float_info.max else None
 
 
 def clocks_of(records: Sequence[Mapping[str, Any]], tokens_before: float = 0.0) -> dict[str, list[float]]:

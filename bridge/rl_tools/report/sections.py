@@ -243,7 +243,7 @@ def _joined(calls: Sequence[Line]) -> tuple[list[float], list[Mapping[str, int]]
         for at, components in call["timeline"]:
             times.append(start + at)
             parts.append(components)
-        start += call["seconds"]
+        start += call.get("seconds", 0.0)
     return times, parts
 
 

@@ -81,12 +81,14 @@ def _best(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> 
 
 
 def _confirmed(best: Mapping[str, Any], events: Sequence[Event]) -> dict[str, Any]:
-    """The best trial's goal over fresh seeds, by which it was not chosen; of the runs that came to their end."""
+    """The best trial's goal over fresh seeds, by which it was not chosen; ``unconfirmed``: why the others have none."""
     of_best = [event for event in events if event.get("trial") == best["trial"]]
     fresh = {seed for event in of_best if event["kind"] == "confirming" for seed in event["seeds"]}
     ended = [event for event in of_best if event["kind"] == "ended" and event["seed"] in fresh]
     values = [event["values"][best["goal"]] for event in ended if event["status"] == "complete"]
-    return {"confirmed": {**over_seeds(values), "seeds": values}} if values else {}
+    failed = [event.get("reason", "") for event in ended if event["status"] in ("failed", "pruned", "left out")]
+    confirmed = {"confirmed": {**over_seeds(values), "seeds": values}} if values else {}
+    return confirmed | ({"unconfirmed": failed} if failed else {})
 
 
 def _front(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -123,7 +125,10 @@ def lines_of(report: Mapping[str, Any], folder: Path) -> list[str]:
             lines.append(f"against the second, trial {second['trial']}, seed by seed: {_over(second, '+')}")
         if confirmed := best.get("confirmed"):
             lines.append(f"with fresh seeds: {best['goal']} {_over(confirmed)}")
-        elif sum(trial["status"] == "complete" for trial in report["trials"]) > 1:
+        if failed := best.get("unconfirmed"):
+            of = len(failed) + len(confirmed["seeds"] if confirmed else ())
+            lines.append(f"{len(failed)} of {of} runs with fresh seeds failed and are in no mean: {failed[0]}")
+        elif not confirmed and sum(trial["status"] == "complete" for trial in report["trials"]) > 1:
             lines.append("the best of several looks better than it is: --confirm N runs it with N fresh seeds")
     if report["front"]:
         numbers = ", ".join(map(str, report["front"]["trials"]))

@@ -175,7 +175,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     study = Study(
         arguments.output / arguments.name,
         plan,
-        _about(arguments, trainer, fixed, space, plan) | _contents(words),
+        _about(arguments, trainer, fixed, space, plan) | _contents([*fixed, *domains.values(), arguments.space or ""]),
         sampler,
         training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
         places(
@@ -298,7 +298,7 @@ def _remark_on_vain(parsed: Sequence[Any], begun: Any) -> None:
 
 
 def _contents(words: Sequence[str]) -> dict[str, str]:
-    """By its name, a hash of each file that the words name: trials on other rows or rewards are no trials of one study.
+    """By its name, a hash of each file that the words of trials name: other rows or rewards are no trials of one study.
 
     A file of Python counts with the user's modules that it imports. Folders and models of the hub are not read.
     """

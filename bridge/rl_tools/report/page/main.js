@@ -1,7 +1,8 @@
 // The page: its head, its sections, its theme, and how it looks for a newer one of itself.
 
 function tile(value, title) { return el("div", { class: "tile" }, el("b", {}, value), el("span", {}, title)); }
-const rounded = (value) => value === null ? "–" : String(Number(value.toPrecision(3)));
+// A loop of one's own gives its numbers any names, and a name any number.
+const rounded = (value) => typeof value === "number" ? String(Number(value.toPrecision(3))) : "–";
 function head() {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const set = (theme) => { document.documentElement.dataset.theme = theme; };
@@ -19,9 +20,9 @@ function head() {
   if (one) {
     const { summary } = one;
     if (summary.accuracy_before !== undefined) tiles.push(tile(`${rounded(summary.accuracy_before)} → ${rounded(summary.accuracy_after)}`, "held out, before → after"));
-    if (summary.gain) tiles.push(tile(`${rounded(summary.gain.mean)}`, `gain, 95 % [${rounded(summary.gain.low)}, ${rounded(summary.gain.high)}] over held-out rows`));
+    if (summary.gain && summary.gain.mean !== undefined) tiles.push(tile(`${rounded(summary.gain.mean)}`, `gain, 95 % [${rounded(summary.gain.low)}, ${rounded(summary.gain.high)}] over held-out rows`));
     tiles.push(tile(`${one.stage} ${one.step}`, "last step"), tile(duration(one.seconds), "time"), tile(compact(one.tokens), "tokens trained on"));
-    if (summary.parameters) tiles.push(tile(compact(summary.parameters), "parameters"));
+    if (typeof summary.parameters === "number") tiles.push(tile(compact(summary.parameters), "parameters"));
   } else {
     const ended = runs.filter((run) => run.summary.accuracy_after !== undefined);
     for (const run of ended.slice(0, 8)) tiles.push(tile(`${rounded(run.summary.accuracy_before)} → ${rounded(run.summary.accuracy_after)}`, [shown(run.name), ": held out, before → after"].flat()));

@@ -41,7 +41,7 @@ function samplesSection() {
   const kinds = [...new Set(content.samples.flatMap((one) => Object.keys(one)))];
   const how = choice("Drawn", "sampleHow", kinds.map((name) => [name, name]), kinds[0], build);
   const told = (one) => one === null ? [el("td", { class: "soft" }, "–"), el("td", { class: "number soft" }, "–")]
-    : [el("td", { class: "free mono" }, el("bdi", {}, shown(one.completion))), el("td", { class: "number" }, Object.values(one.rewards).map(number).join(" · "))];
+    : [el("td", { class: "free mono" }, el("bdi", {}, shown(one.completion))), el("td", { class: "number" }, shown(Object.values(one.rewards).map((value) => typeof value === "string" ? value : number(value)).join(" · ")))];
   function build() {
     const rows = content.samples[run.value()][how.value()] || [];
     box.replaceChildren(table(["prompt", "answer", "before", numeric("reward"), "after", numeric("reward")], rows.map((row) => el("tr", {},

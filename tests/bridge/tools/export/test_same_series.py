@@ -1,5 +1,6 @@
 """After every export the store has the ledger's curves, over every clock: nothing missing, nothing twice."""
 
+import json
 import os
 import signal
 import subprocess
@@ -190,3 +191,61 @@ def test_what_is_no_run_and_what_is_not_installed_is_said_in_one_line(tmp_path, 
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(["export", str(trainer.folder), "--to", "wandb", "--output", str(tmp_path)]) == 1
     assert capsys.readouterr().err.endswith("wandb is not installed: pip install '.[trackers]'\n")
+
+
+ODD = {"a text": "x", "null": None, "a list": [1], "an object": {"a": 1}, "NaN": float("nan"), "huge": 10**400}
+CLOCKS_AND_STAGE = ("stage", "step", "seconds", "time", "trained_tokens", "weights_version", "optimizer_step")
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", CLOCKS_AND_STAGE)
+def test_a_record_of_another_kind_is_named_with_its_place(trainer, output, name, odd):
+    """Whoever edits the record by hand reads which entry of which line it is; nothing of it is left out."""
+    trainer.step(3)
+    file = trainer.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    edited = {"a text": 7 if name == "stage" else "x"}.get(odd, ODD[odd])
+    lines[1][name] = edited
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl, byte \d+: {name} is .+: expected (text|a (finite|whole))"):
+        export(trainer.folder, ExportOptions(to="tensorboard", output=output))
+
+
+def test_a_step_without_its_stage_is_not_left_out(trainer, output):
+    trainer.step(3)
+    file = trainer.folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"stage": "sft", ', "", 1))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, byte 0 has no stage: expected text"):
+        export(trainer.folder, ExportOptions(to="tensorboard", output=output))
+
+
+@pytest.mark.parametrize("config", [None, "", "[]", '{"a":'], ids=["gone", "empty", "a list", "torn"])
+def test_a_config_that_cannot_be_read_is_named(trainer, output, config):
+    trainer.step(3)
+    file = trainer.folder / "config.json"
+    file.unlink() if config is None else file.write_text(config)
+    with pytest.raises(ValueError, match=r"config\.json(: it is not a run's folder| is damaged)"):
+        export(trainer.folder, ExportOptions(to="tensorboard", output=output))
+
+
+DAMAGES = {
+    "empty": lambda state: {},
+    "a list": lambda state: [state],
+    "an older one": lambda state: {**state, "tails": {}},
+    "a size": lambda state: {
+        **state,
+        "tails": {**state["tails"], "metrics": {**state["tails"]["metrics"], "size": "x"}},
+    },
+    "no memory": lambda state: {**state, "memory": None},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_cursor_that_cannot_be_read_counts_as_none(trainer, output, damage):
+    trainer.step(3)
+    options = ExportOptions(to="tensorboard", output=output)
+    assert export(trainer.folder, options) == (3, 3)
+    (cursor,) = (trainer.folder / "exports").glob("*.json")
+    cursor.write_text(json.dumps(DAMAGES[damage](json.loads(cursor.read_text()))))
+    assert export(trainer.folder, options) == (3, 3)
+    assert export(trainer.folder, options) == (3, 0)

@@ -85,6 +85,39 @@ def test_two_seeds_have_a_mean_and_no_interval(page, tmp_path):
     assert page.errors == []
 
 
+OWN_SUMMARIES = [
+    {"accuracy_after": 0.5},
+    {"accuracy_before": "low", "accuracy_after": "high"},
+    {"gain": 0.25, "parameters": [1, 2], "held_out": None},
+    {"gain": {"mean": 0.25}, "parameters": "few"},
+]
+"""Numbers that a loop of one's own gives a name that the page knows."""
+
+
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("summary", OWN_SUMMARIES, ids=range(len(OWN_SUMMARIES)))
+def test_whatever_a_loop_calls_its_numbers_the_page_is_whole(page, tmp_path, summary, seeds):
+    runs = [write_run(tmp_path / f"a{seed}", seed=seed) for seed in range(seeds)]
+    for folder in runs:
+        (folder / "summary.json").write_text(json.dumps({"result": "done", **summary}))
+    write_report(runs, tmp_path / "r.html")
+    page.errors.clear()
+    page.open(tmp_path / "r.html", 1440)
+    assert page.errors == [] and page.run("document.getElementById('options') !== null")
+
+
+def test_a_held_out_completion_that_failed_is_in_the_table(page, tmp_path):
+    folder = write_run(tmp_path / "a")
+    row = {"prompt": [3, 4], "completion": "", "answer": ["4", "four"], "reward": None, "failed": "error"}
+    write_lines(folder / "samples.json", [{"before": {"greedy": [row]}, "after": {"greedy": [row]}}])
+    write_report([folder], tmp_path / "r.html")
+    page.errors.clear()
+    page.open(tmp_path / "r.html", 1440)
+    assert page.errors == [] and page.run("document.getElementById('options') !== null")
+    text = page.run("document.getElementById('samples').innerText")
+    assert all(part in text for part in ("– · error", "[3, 4]", '["4", "four"]'))
+
+
 def choose(page, label, value):
     page.run(
         f"(() => {{ const s = [...document.querySelectorAll('label')].find((l) => l.innerText.startsWith('{label}'))"

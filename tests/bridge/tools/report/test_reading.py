@@ -1,6 +1,9 @@
 """A run's folder is read while it is written to; what is damaged is named by its file and line."""
 
 import json
+import math
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -8,9 +11,10 @@ import pytest
 
 from rl_bridge.algorithms.policy_setup import PolicyEngines, Replaced
 from rl_tools.cli import main
-from rl_tools.report.run_files import read_run
+from rl_tools.report.page import content, encoded
+from rl_tools.report.run_files import FILES, read_run
 from rl_tools.report.sections import slowest_steps, warnings_of
-from tests.bridge.tools.report.runs import record, write_lines, write_run
+from tests.bridge.tools.report.runs import memory_lines, record, sample, write_lines, write_run
 
 
 def test_what_is_being_written_is_left_out(tmp_path):
@@ -37,9 +41,26 @@ DAMAGES = {
         r"metrics\.jsonl, line 2 is damaged: b'\{\"stage\": \"pol'",
     ),
     "no object": ("metrics.jsonl", 3, "[1, 2]", r"metrics\.jsonl, line 3 is damaged: b'\[1, 2\]' is no object"),
-    "no step": ("metrics.jsonl", 1, '{"stage": "policy"}', r"metrics\.jsonl, line 1 has no step"),
+    "no step": (
+        "metrics.jsonl",
+        1,
+        '{"stage": "policy"}',
+        r"metrics\.jsonl, line 1 has no step: expected a whole number",
+    ),
     "no seconds": ("metrics.jsonl", 1, '{"stage": "policy", "step": 0}', r"metrics\.jsonl, line 1 has no seconds"),
-    "no samples": ("completions.jsonl", 1, '{"step": 0}', r"completions\.jsonl, line 1 has no step or no samples"),
+    "no samples": (
+        "completions.jsonl",
+        1,
+        '{"step": 0}',
+        r"completions\.jsonl, line 1 has no samples: expected a list",
+    ),
+    "a text for a number": (
+        "metrics.jsonl",
+        2,
+        '{"stage": "policy", "step": 1, "seconds": 1.5, "reward": "0.5"}',
+        r'metrics\.jsonl, line 2: reward is "0\.5": expected a number or a boolean or null',
+    ),
+    "a step without its stage": ("metrics.jsonl", 2, '{"step": 1, "seconds": 1.5}', r"line 2 has no stage"),
     "an option": ("config.json", 1, '{"seed": ', r"config\.json, line 2 is damaged"),
 }
 
@@ -53,6 +74,64 @@ def test_damage_is_named(tmp_path, capsys, name):
         read_run(folder)
     assert main(["report", str(folder)]) == 1
     assert file in capsys.readouterr().err and not (folder / "report.html").exists()
+
+
+ODD = {
+    **{"a text": "x", "digits": "5", "null": None, "true": True, "a list": [1, "a"], "no entries": []},
+    **{"an object": {"a": {"b": [1]}}, "nothing": {}, "NaN": math.nan, "infinite": math.inf, "huge": 10**400},
+    **{"negative": -7, "a half": 1.5, "gone": ...},
+}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """A run that has every file that a report reads, and every entry in them."""
+    folder = write_run(tmp_path_factory.mktemp("edited") / "a", steps=2)
+    write_lines(folder / "memory.jsonl", memory_lines(steps=2))
+    write_lines(folder / "completions.jsonl", [{"step": 0, "samples": [sample(0)]}])
+    census = {"name": "a.jsonl", "files": 1, "read": 9, "left_out": {"long": 1}, "held_out": 2, "trained": 6}
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"census": {"data": census}, "versions": {"python": "3"}, "gain": {"mean": 0.5, "low": 0.4, "high": 0.6}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def edits(value, odd):
+    """The value once for each entry in it, near the beginning of a list, with something odd in the entry's place."""
+    keys = list(value) if isinstance(value, dict) else range(len(value))[:2] if isinstance(value, list) else ()
+    for key in keys:
+        for part in [odd, *edits(value[key], odd)]:
+            edited = value.copy()
+            if part is ...:
+                del edited[key]
+            else:
+                edited[key] = part
+            yield edited
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_stands_in_an_entry_is_reported_or_named(whole_run, name, odd):
+    """A report is written, or one line says where the entry is. Two runs, which are compared."""
+    file, other = whole_run / name, read_run(whole_run)
+    other = replace(other, config={**other.config, "seed": 1})
+    text = file.read_text("utf-8")
+    lines = [json.loads(line) for line in text.splitlines()] if file.suffix == ".jsonl" else [json.loads(text)]
+    tried = 0
+    try:
+        for number in {0, len(lines) - 1}:
+            for line in edits(lines[number], ODD[odd]):
+                tried += 1
+                write_lines(file, [*lines[:number], line, *lines[number + 1 :]])
+                try:
+                    assert "made" in json.loads(encoded(content([read_run(whole_run), other])))
+                except ValueError as error:
+                    where = f"{file}, line {number + 1}" if file.suffix == ".jsonl" else str(file)
+                    assert re.match(rf"{re.escape(where)}(: .+ is .+| has no .+): expected .+", str(error)), error
+    finally:
+        file.write_text(text, "utf-8")
+    assert tried >= 5
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):

@@ -244,3 +244,18 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
     before = Path(file if name != "module of a reward" else "mine.py")
     with pytest.raises(ValueError, match=f"is another study: the content of {before} was .* Give this one another"):
         run([*study, "--resume"])
+
+
+@pytest.mark.parametrize("word", ["mine", "7", "random", "none"])
+def test_a_file_that_is_named_as_a_word_of_the_study_is_not_its_matter(word, monkeypatch, tmp_path):
+    """The study's own name, counts, sampler and pruner: no trial reads a file of these names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rl_tools.tune.study._to_its_end", lambda journal, study: None)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
+    study = ["policy", "--space.policy.steps", "1..3", "--name", "mine", "--trials=7", "--grace", "7"]
+    study += ["--sampler", "random", "--pruner", "none"]
+    Path(word).write_text("before")
+    run(study)
+    Path(word).write_text("after")
+    run([*study, "--resume"])
+    assert (tmp_path / "runs" / "mine" / "journal.jsonl").is_file()

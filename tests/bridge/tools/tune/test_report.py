@@ -98,6 +98,21 @@ def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
     assert "with fresh seeds: reward 7.1 [6.852, 7.348] over 3 seeds" in told and "--confirm" not in told
 
 
+@pytest.mark.parametrize("failed", range(5))
+def test_runs_with_fresh_seeds_that_failed_are_told(tmp_path, failed):
+    """A mean of those that came to their end says so; where none did, nobody is advised to do what was done."""
+    events = read_study(study(tmp_path / "study", GOALS[:1]))
+    events = [*events, {"kind": "confirming", "trial": 8, "seeds": [3, 4, 5, 6]}]
+    for place, seed in enumerate((3, 4, 5, 6)):
+        crash = {"status": "failed", "values": {}, "reason": "exit status 1: no room"}
+        end = crash if place < failed else {"status": "complete", "values": {"reward": 7.0}, "reason": ""}
+        events.append({"kind": "ended", "trial": 8, "seed": seed, "seconds": 2.0, **end})
+    told = "\n".join(lines_of(json.loads(json.dumps(summary_of(events))), tmp_path))
+    line = f"{failed} of 4 runs with fresh seeds failed and are in no mean: exit status 1: no room"
+    assert (line in told) == (failed > 0) and ("with fresh seeds: reward" in told) == (failed < 4)
+    assert "--confirm" not in told
+
+
 def test_the_front_is_that_of_rl_fn(tmp_path):
     found = summary_of(read_study(study(tmp_path / "study")))
     # More reward costs more KL: every trial is on the front but the one that breaks a constraint.
