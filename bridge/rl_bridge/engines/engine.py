@@ -241,7 +241,8 @@ class Engine:
         Raises:
             ValueError: a device that is not there, or a part that the engine or its workers do not have.
         """
-        if torch.device(device).type == "cuda" and not all(s.device.startswith("cuda") for s in self._own_slots()):
+        own_devices = [slot.device for slot in self._executor.slots if slot.index in self._slots]
+        if torch.device(device).type == "cuda" and not all(name.startswith("cuda") for name in own_devices):
             raise ValueError("a worker of this engine sees no CUDA or ROCm device; torch.cuda.is_available() is False")
         if what is not None and what not in self.movable:
             raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
@@ -300,9 +301,6 @@ class Engine:
             "be called without a row. Send at least one row a share, such as a row that counts nothing; or declare "
             "takes_empty_shares = True in a ParallelModule whose methods then join the collectives of the others"
         )
-
-    def _own_slots(self) -> list[Any]:
-        return [slot for slot in self._executor.slots if slot.index in self._slots]
 
     def _require(self, method: str) -> Any:
         if not self._slots:
