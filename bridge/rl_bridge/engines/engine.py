@@ -1,7 +1,6 @@
 """The base of all engines: a factory, slots, calls to workers, moves between devices, new workers for dead ones."""
 
 import difflib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from rl_bridge.common.random_numbers import generators
+from rl_bridge.common.user_files import required_arguments
 from rl_bridge.engines.dispatch import Itself, Join, Split, in_order, split
 from rl_bridge.engines.worker import (
     Description,
@@ -326,11 +326,9 @@ def _unused(name: str, names_in_use: set[str]) -> str:
 def _parameters(factory: Callable[..., Any]) -> bool:
     """Whether a call needs arguments."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        return bool(required_arguments(factory))
     except (TypeError, ValueError):
         return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind not in kinds for p in parameters)
 
 
 def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:

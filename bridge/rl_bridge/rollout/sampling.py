@@ -23,7 +23,7 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sam
     tokens come from, after temperature and truncation. The allowed tokens are there where truncation can have cut some
     off.
     """
-    cuts = truncation(sampling)
+    cuts: dict[str, Any] = truncation(sampling)
     # A truncation that cuts nothing off would cost as much as one that does.
     if cuts.get("top_k", 0) >= logits.shape[1]:
         del cuts["top_k"]
