@@ -210,17 +210,7 @@ class TrainEngine(Engine):
             return version
         return self.sync_weights(target, **options)
 
-    def _sync(
-        self,
-        target: Engine,
-        *,
-        transport: Transport | None,
-        through: Through | None,
-        adapter: bool | None,
-        share: bool,
-        folder: str | Path | None,
-        timeout: float,
-    ) -> int:
+    def _sync(self, target: Engine, *, through: Through | None, adapter: bool | None, **options: Any) -> int:
         for engine in (self, target):
             engine.require_in_step("sync_weights")
         version = self._syncs + 1
@@ -240,12 +230,9 @@ class TrainEngine(Engine):
             EngineRef(self.name, tuple(self.slots), self.mesh),
             EngineRef(target.name, tuple(target.slots), target.mesh),
             version=version,
-            transport=transport,
             through=through,
             adapter=adapter,
-            share=share,
-            folder=folder,
-            timeout=timeout,
+            **options,
         )
         if proved:
             began = time.monotonic()

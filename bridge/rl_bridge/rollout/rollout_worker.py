@@ -278,15 +278,7 @@ class Conversing(WithDecoder):
             require_here(environment)
         seeds = request_seeds([request.id for request in requests], sampling.n).tolist()
         openings = [
-            (
-                Opening(
-                    request_id=(*request.id, number),
-                    seed=seed,
-                    row=request.row,
-                    group=request.group,
-                ),
-                session(),
-            )
+            (Opening(request_id=(*request.id, number), seed=seed, row=request.row, group=request.group), session())
             for request, row_seeds in zip(requests, seeds, strict=True)
             for number, seed in enumerate(row_seeds)
         ]

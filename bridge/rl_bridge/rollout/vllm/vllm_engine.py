@@ -92,13 +92,6 @@ def classes_kept() -> Iterator[Changed]:
             changed[cls] = type(cls.__name__, (cls, *added), new | {"__module__": cls.__module__})
 
 
-def take(model: torch.nn.Module, own: Changed) -> None:
-    """Give the engine's modules their classes."""
-    for module in model.modules():
-        if type(module) in own:
-            module.__class__ = own[type(module)]
-
-
 WORLDS: WeakKeyDictionary[LLMEngine, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """Torch's process group of each engine."""
 
@@ -160,7 +153,10 @@ def open_engine(
 
 
 def _take_classes(worker: Any, own: Changed) -> None:
-    take(worker.model_runner.model, own)
+    """Give the engine's modules their classes."""
+    for module in worker.model_runner.model.modules():
+        if type(module) in own:
+            module.__class__ = own[type(module)]
 
 
 def close_engine(engine: LLMEngine) -> None:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.vllm.client import EngineClient
 from rl_bridge.rollout.vllm.weight_copies import Copy, VLLMReceiver
@@ -124,12 +123,9 @@ def compared(client: EngineClient, copy: Copy, blind: Mapping[str, str]) -> None
     Raises:
         UpdateFailed: a tensor is not the sent one, or is not shown any more.
     """
-    require_same(client.held(copy.folder, copy.folder if copy.adapter else None), blind)
-
-
-def require_same(held: Held, blind: Mapping[str, str]) -> None:
-    """Raise ``UpdateFailed`` for a tensor that differs or was not read, unless it is among ``blind``."""
-    faults = [f"{name}: {what}" for name, what in (held.different | held.unread).items() if name not in blind]
+    comparison = client.held(copy.folder, copy.folder if copy.adapter else None)
+    bad = comparison.different | comparison.unread
+    faults = [f"{name}: {what}" for name, what in bad.items() if name not in blind]
     if faults:
         more = f"; and {len(faults) - 4} more tensors" if len(faults) > 4 else ""
         raise UpdateFailed("; ".join(faults[:4]) + more)
