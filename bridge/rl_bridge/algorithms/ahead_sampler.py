@@ -216,7 +216,7 @@ class AheadSampler:
         """The next row of the stream, and the seeds of its samples."""
         self._places[number] = self.stream.checkpoint_state()
         row = self.stream.take(1)[0]
-        seeds = request_seeds([self._id(number)], self._samples, torch.device("cpu"))[0].tolist()
+        seeds = request_seeds([self._id(number)], self._samples)[0].tolist()
         # A conversation's first tokens are its environment's.
         tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, Chat.of(row))
         return AsPrompt(row, tokens), seeds

@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
-from torch.distributed.tensor import DTensor
 
 from rl_bridge.common import step_folders
 from rl_bridge.common.files import sync_file
-from rl_bridge.weights import checksum
+from rl_bridge.weights.manifest import checksum, local
 from rl_bridge.weights.source import in_charge_of
 
 # A nested state taken apart: its tensors by name, and everything else as JSON. Nothing is pickled.
@@ -53,17 +52,6 @@ def put_together(structure: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return {key: put_together(value, tensors) for key, value in content}
     values = [put_together(value, tensors) for value in content]
     return values if kind == "list" else tuple(values)
-
-
-def tensor_names(structure: Any) -> list[str]:
-    """Names of the tensors of a state, in its order."""
-    if not isinstance(structure, dict):
-        return []
-    [(kind, content)] = structure.items()
-    if kind == "tensor":
-        return [content]
-    parts = [value for _, value in content] if kind == "dict" else content
-    return [name for part in parts for name in tensor_names(part)]
 
 
 def _structure(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -143,7 +131,7 @@ class HostBuffers:
         pieces: dict[MetadataIndex, Piece] = {}
         devices = set()
         for item in plan.items:
-            values = local_values(tensors[item.index.fqn])
+            values = local(tensors[item.index.fqn])
             devices.add(values.device)
             pieces[item.index] = Piece(
                 self._copy(name, item.index, values), checksum_of(values), values.data_ptr() in weights
@@ -179,11 +167,6 @@ def give_state(module: Any, state: dict[str, Any]) -> None:
     in_charge_of(module).load_checkpoint_state(state)
 
 
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def checksum_of(values: torch.Tensor) -> str:
     """A checksum of a tensor's bits, computed where the tensor lies: CRC-32 on a CPU, a 64-bit sum elsewhere."""
     if values.device.type == "cpu":
@@ -206,7 +189,7 @@ def _bytes(values: torch.Tensor) -> Any:
 def _parameters(module: Any) -> set[int]:
     if not isinstance(module, torch.nn.Module):
         return set()
-    return {local_values(parameter).data_ptr() for parameter in module.parameters() if parameter.is_floating_point()}
+    return {local(parameter).data_ptr() for parameter in module.parameters() if parameter.is_floating_point()}
 
 
 def _size(item: WriteItem) -> int:

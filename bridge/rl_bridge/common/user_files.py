@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -318,3 +319,10 @@ def _neighbours(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
         sys.path.append(str(folder))  # for what the file's functions import when they are called
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that a call must give."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]

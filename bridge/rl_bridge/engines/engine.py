@@ -1,7 +1,6 @@
 """The base of all engines: a factory, slots, calls to workers, moves between devices, new workers for dead ones."""
 
 import difflib
-import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 
 from rl_bridge.common.random_numbers import generators
+from rl_bridge.common.user_files import required_arguments
 from rl_bridge.engines.dispatch import Itself, Join, Split, in_order, split
 from rl_bridge.engines.worker import (
     Description,
@@ -241,7 +241,8 @@ class Engine:
         Raises:
             ValueError: a device that is not there, or a part that the engine or its workers do not have.
         """
-        if torch.device(device).type == "cuda" and not all(s.device.startswith("cuda") for s in self._own_slots()):
+        own_devices = [slot.device for slot in self._executor.slots if slot.index in self._slots]
+        if torch.device(device).type == "cuda" and not all(name.startswith("cuda") for name in own_devices):
             raise ValueError("a worker of this engine sees no CUDA or ROCm device; torch.cuda.is_available() is False")
         if what is not None and what not in self.movable:
             raise ValueError(f"{type(self).__name__} has no {what!r} to move; it has {', '.join(self.movable)}")
@@ -301,9 +302,6 @@ class Engine:
             "takes_empty_shares = True in a ParallelModule whose methods then join the collectives of the others"
         )
 
-    def _own_slots(self) -> list[Any]:
-        return [slot for slot in self._executor.slots if slot.index in self._slots]
-
     def _require(self, method: str) -> Any:
         if not self._slots:
             raise ValueError(f"call build() of {self.name} before {method}(): {GONE}")
@@ -328,11 +326,9 @@ def _unused(name: str, names_in_use: set[str]) -> str:
 def _parameters(factory: Callable[..., Any]) -> bool:
     """Whether a call needs arguments."""
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        return bool(required_arguments(factory))
     except (TypeError, ValueError):
         return False
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is inspect.Parameter.empty and p.kind not in kinds for p in parameters)
 
 
 def _then(future: Future[Any], change: Callable[[Any], Any]) -> Future[Any]:

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from rl_bridge.common.user_files import required_arguments
 from rl_bridge.parallel.fsdp import move_weights
 from rl_bridge.parallel.parallelize import parallelize_parts
 from rl_bridge.weights.manifest import Manifest, is_peft
-from rl_bridge.weights.receiver import ModuleReceiver, ReceivesWeights, WeightReceiver
+from rl_bridge.weights.receiver import ModuleReceiver, ReceivesWeights, WeightReceiver, usable
 from rl_bridge.weights.source import SendsWeights, WeightSource, own_source, put_in_charge, source_of
 
 # Optimisers and schedules that a module holds on to: found, moved, and saved under the names of the parameters.
@@ -288,11 +289,7 @@ class Lifecycle:
 
     def require_weights(self) -> None:
         """Raise ValueError if the weights were freed, or a sync to here failed half-way."""
-        if self.weight_receiver().version is None:
-            raise ValueError(
-                "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
-                "checkpoint"
-            )
+        usable(self.weight_receiver().version)
 
     def move(self, what: str, device: torch.device) -> None:
         """Move ``what`` to ``device``; weights and optimisers' states that go to ``meta`` are freed.
@@ -476,9 +473,5 @@ def device_of(module: torch.nn.Module) -> torch.device:
 def _call_without_arguments(module: torch.nn.Module, name: str) -> None:
     """Call a method that is there and asks for no argument: vLLM's models have a ``load_weights`` that does."""
     method = getattr(module, name, None)
-    if callable(method) and all(
-        parameter.default is not inspect.Parameter.empty
-        or parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(method).parameters.values()
-    ):
+    if callable(method) and not required_arguments(method):
         method()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -19,10 +19,6 @@ from rl_bridge.weights.ends import WeightSyncError
 from rl_bridge.weights.source import Through
 from rl_bridge.weights.sync import EngineRef, SyncReport, sync_weights
 from rl_bridge.weights.transports import Transport
-
-if TYPE_CHECKING:
-    from rl_bridge.engines.engine import Engine
-
 
 # The second half of a sync to backends, such as vLLM, that prove what they took over: they draw, the trainer scores.
 
@@ -41,12 +37,12 @@ class Proved(NamedTuple):
     not_compared: int
 
 
-def wants_proof(target: "Engine") -> bool:
+def wants_proof(target: Engine) -> bool:
     """Whether the target's workers carry weights into a backend of their own, and want its samples scored."""
     return {"take_weights", "prove_weights"} <= set(target.methods)
 
 
-def require_scores(source: "Engine", target: "Engine") -> None:
+def require_scores(source: Engine, target: Engine) -> None:
     """Raise ValueError unless the source can score tokens."""
     lacking = {"token_logprobs", "scoring_config"} - set(source.methods)
     if lacking:
@@ -56,7 +52,7 @@ def require_scores(source: "Engine", target: "Engine") -> None:
         )
 
 
-def prove(source: "Engine", target: "Engine", version: int) -> Proved:
+def prove(source: Engine, target: Engine, version: int) -> Proved:
     """Carry the weights that came into the target's backends, and compare samples with the source's scores.
 
     The source's model stays cut as it is: it scores one short row.
@@ -81,7 +77,7 @@ def prove(source: "Engine", target: "Engine", version: int) -> Proved:
     return Proved(replaced, sum(attempt.not_compared for attempt in attempts))
 
 
-def _scores(source: "Engine", sequences: Mapping[tuple[int, ...], Sequence[int]]) -> dict[tuple[int, ...], Any]:
+def _scores(source: Engine, sequences: Mapping[tuple[int, ...], Sequence[int]]) -> dict[tuple[int, ...], Any]:
     """The source's log-probabilities of the last tokens of each sequence: as many as were drawn."""
     rows = list(sequences)
     lengths = torch.tensor([len(row) for row in rows])
@@ -96,7 +92,7 @@ def _scores(source: "Engine", sequences: Mapping[tuple[int, ...], Sequence[int]]
 
 
 @contextmanager
-def _together(*engines: "Engine") -> Iterator[None]:
+def _together(*engines: Engine) -> Iterator[None]:
     """Both engines stay at their devices: neither is sent away because the other is called."""
     before = [(engine, engine.__dict__.pop("before_call", None)) for engine in engines]
     try:
@@ -111,7 +107,7 @@ def _together(*engines: "Engine") -> Iterator[None]:
 
 
 @contextmanager
-def one_update(engine: "Engine") -> Iterator[None]:
+def one_update(engine: Engine) -> Iterator[None]:
     """Around a ``train_step`` and its ``optimizer_step``: where they end early, no gradient is left for later updates.
 
     A worker may go on with a call that the driver did not see end, as after Ctrl-C: what that adds is dropped after it.
@@ -214,17 +210,7 @@ class TrainEngine(Engine):
             return version
         return self.sync_weights(target, **options)
 
-    def _sync(
-        self,
-        target: Engine,
-        *,
-        transport: Transport | None,
-        through: Through | None,
-        adapter: bool | None,
-        share: bool,
-        folder: str | Path | None,
-        timeout: float,
-    ) -> int:
+    def _sync(self, target: Engine, *, through: Through | None, adapter: bool | None, **options: Any) -> int:
         for engine in (self, target):
             engine.require_in_step("sync_weights")
         version = self._syncs + 1
@@ -244,12 +230,9 @@ class TrainEngine(Engine):
             EngineRef(self.name, tuple(self.slots), self.mesh),
             EngineRef(target.name, tuple(target.slots), target.mesh),
             version=version,
-            transport=transport,
             through=through,
             adapter=adapter,
-            share=share,
-            folder=folder,
-            timeout=timeout,
+            **options,
         )
         if proved:
             began = time.monotonic()

@@ -143,7 +143,7 @@ def fill(
         owner.parallelize(mesh)
     with _writes_of_values():
         owner.load_weights()
-    if without_value := set(on_meta(module)):
+    if without_value := {name for name, tensor in named_tensors(module) if tensor.is_meta}:
         materialize(module, without_value, factory, device, start)
     owner.on_weights_materialized()
 
@@ -172,13 +172,6 @@ def require_sequence_cut(module: torch.nn.Module, layout: Mesh) -> None:
             "ParallelModule that cuts its rows with Documents, or takes arguments cut by NeedParallel(..., "
             'over="sequence"), declares cuts_sequences = True'
         )
-
-
-def on_meta(module: torch.nn.Module) -> Iterator[str]:
-    """Names of parameters and buffers that have no value yet."""
-    for name, tensor in named_tensors(module):
-        if tensor.device.type == "meta":
-            yield name
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -99,7 +99,13 @@ class ThreadedSteps:
 
     def awaited(self, value: Any) -> Any:
         """The value, or its result if it is awaitable: for a ``work`` of several calls."""
-        return self._awaited(value) if isawaitable(value) else value
+        if not isawaitable(value):
+            return value
+        if self._closed:
+            drop(value)
+            raise RuntimeError("the conversations of this environment are over")
+        # ``finished`` gives the call up at its limit. This thread ends soon after.
+        return event_loop.run(value, "environment", self._limit + 1, self._coroutines)
 
     def finished(self, *, wait: bool, seconds: float | None = None) -> list[Finished]:
         """Results in the order they came; a call past its limit is a ``TimeoutError``."""
@@ -133,13 +139,6 @@ class ThreadedSteps:
             failure = error
         self._results.put((number, value, failure))
 
-    def _awaited(self, value: Awaitable[Any]) -> Any:
-        if self._closed:
-            drop(value)
-            raise RuntimeError("the conversations of this environment are over")
-        # ``finished`` gives the call up at its limit. This thread ends soon after.
-        return event_loop.run(value, "environment", self._limit + 1, self._coroutines)
-
     def _collect(self) -> list[Finished]:
         results: list[Finished] = []
         while not self._results.empty():
@@ -157,6 +156,8 @@ class ThreadedSteps:
         return [] if call is None else [Finished(call.key, value, error)]
 
 
+THREAD_WAITS = 10.0
+"""Seconds that a thread waits longer for an environment's process than the process may take."""
 START = 120.0
 """Seconds for Python to start and to load the environment, and for a fork to begin."""
 

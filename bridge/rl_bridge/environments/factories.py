@@ -15,7 +15,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_files import load_file, required_arguments
 from rl_bridge.common.user_marks import content_of, sources_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
@@ -283,7 +283,7 @@ def _factory(path: Path, name: str) -> Any:
     methods = ("reset", "step") if inspect.isclass(value) else ()
     if lacking := [method for method in methods if not callable(getattr(value, method, None))]:
         raise ValueError(f"{path}: class {name} has no method {' and no method '.join(lacking)}")
-    needed = _needed(value)
+    needed = required_arguments(value)
     if not needed:
         return value
     if inspect.isclass(value):
@@ -295,10 +295,3 @@ def _factory(path: Path, name: str) -> Any:
         )
     function: Any = value
     return partial(Interact, function)
-
-
-def _needed(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that a call must give."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds]

@@ -1,5 +1,6 @@
 """A trial of an environment before a run begins: one conversation of a row, in a process of its own."""
 
+import operator
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ class TrialEnvironment:
     """The user's environment, whose errors in ``step`` and ``close`` are told apart from answers of a wrong type."""
 
     def __init__(self, trial: Trial) -> None:
-        self._called = _in_thread if trial.in_thread else _here
+        self._called = _in_thread if trial.in_thread else operator.call
         self._environment: Any = self._called(trial.factory)
         self.tools: Any = getattr(self._environment, "tools", None)
 
@@ -176,10 +177,6 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
         return await answer
     except (Exception, SystemExit) as error:
         raise AtTrial(f"{type(error).__name__}: {error}") from error
-
-
-def _here(work: Callable[[], Any]) -> Any:
-    return work()
 
 
 def _in_thread(work: Callable[[], Any]) -> Any:

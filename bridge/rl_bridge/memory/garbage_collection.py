@@ -60,7 +60,11 @@ class _Collector:
                 self._froze = True
 
     def phase_ended(self) -> None:
-        """Collect for the loop: now, or when no other thread is in a phase."""
+        """Collect, if ``collector_waits`` is entered and the user has not switched the collector off.
+
+        Where another thread is in a phase, as rollouts that run ahead are, the collection waits for the end of that
+        one.
+        """
         with self._lock:
             if self._switched_off:
                 self._waiting += 1
@@ -83,6 +87,7 @@ class _Collector:
         gc.collect(2 if self._collections % GENERATIONS**2 == 0 else 1 if self._collections % GENERATIONS == 0 else 0)
 
     def collect_all(self) -> None:
+        """Every cycle that nothing refers to, at once, also of what was there before the loop."""
         with self._lock:
             if self._froze:
                 gc.unfreeze()
@@ -92,6 +97,7 @@ class _Collector:
 
 
 _collector = _Collector()
+phase_ended, collect_all = _collector.phase_ended, _collector.collect_all
 
 
 @contextmanager
@@ -103,14 +109,6 @@ def collector_waits() -> Iterator[None]:
         yield
     finally:
         _collector.leave(loop=True)
-
-
-def phase_ended() -> None:
-    """Collect, if ``collector_waits`` is entered and the user has not switched the collector off.
-
-    Where another thread is in a phase, as rollouts that run ahead are, the collection waits for the end of that one.
-    """
-    _collector.phase_ended()
 
 
 @contextmanager
@@ -126,8 +124,3 @@ def one_phase() -> Iterator[None]:
         if 0 < gc.get_threshold()[0] < gc.get_count()[0]:
             _collector.call_ended()
         _collector.leave(loop=False)
-
-
-def collect_all() -> None:
-    """Every cycle that nothing refers to, at once, also of what was there before the loop."""
-    _collector.collect_all()

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,35 +25,23 @@ from rl_bridge.rollout.packed_step import PackedStep, packs
 from rl_bridge.rollout.row_cache import RowCache
 
 
-class TimeSteps:
-    """The layers of a model whose time steps have limits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._layers: list[Any] = [module for module in model.modules() if _has_limits(module)]
-
-    @contextlib.contextmanager
-    def limited(self) -> Iterator[None]:
-        """Calls of the model that clamp, whatever its layers do."""
-        handles = [layer.in_proj.register_forward_hook(_Limits(layer)) for layer in self._layers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+@contextlib.contextmanager
+def _limited_time_steps(layers: Iterable[Any]) -> Iterator[None]:
+    """Calls of a model that clamp the time steps of these layers, whatever the layers do."""
+    handles = [layer.in_proj.register_forward_hook(partial(_clamped, layer)) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-class _Limits:
+def _clamped(layer: Any, _: nn.Module, inputs: Any, projected: torch.Tensor) -> torch.Tensor:
     """softplus(dt + bias) is held between the limits, where dt are the last columns of the projection."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __call__(self, _: nn.Module, inputs: Any, projected: torch.Tensor) -> torch.Tensor:
-        layer = self._layer
-        low, high = (_before_softplus(float(limit)) for limit in layer.time_step_limit)
-        bias = layer.dt_bias.to(projected.dtype)
-        before, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
-        return torch.cat([before, (dt + bias).clamp(low, high) - bias], -1)
+    low, high = (_before_softplus(float(limit)) for limit in layer.time_step_limit)
+    bias = layer.dt_bias.to(projected.dtype)
+    before, dt = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+    return torch.cat([before, (dt + bias).clamp(low, high) - bias], -1)
 
 
 def _has_limits(module: nn.Module) -> bool:
@@ -119,7 +108,7 @@ class CachedModel:
             raise _refused(model, why)
         self._cache_name, self._takes = cache, takes
         self._windows = _windows(model)
-        self._time_steps = TimeSteps(model)
+        self._limited_layers = [module for module in model.modules() if _has_limits(module)]
         arrangement = arrangement or Arrangement()
         self._give_positions = arrangement.give_positions and "position_ids" in takes
         apart = not self._windows or (self._give_positions and (self._implementation == NAME or _is_plain(model)))
@@ -159,7 +148,7 @@ class CachedModel:
         ``lengths``: of the rows with the token, on the host.
         """
         self._cache.reserve(len(lengths), max(lengths))
-        with self._time_steps.limited():
+        with _limited_time_steps(self._limited_layers):
             return self._add(tokens, columns, lengths)
 
     def move(self, to: Sequence[int], rows: Sequence[int], used: int) -> None:

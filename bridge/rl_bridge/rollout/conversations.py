@@ -335,7 +335,8 @@ class Conversations:
         else:
             room = talk.heard(finished.value, self._template, self._limits, session.tools)
         if talk.failure is not None:
-            self._note(talk, talk.failure)
+            self._failures.append(talk.cause(talk.failure))
+            logger.warning("a conversation ended by an error of its environment: %s", self._failures[-1])
         if isinstance(room, int):
             tokens, seed = tuple(talk.tokens), talk.opening.seed
             self._decoder.add(key, tokens, seed=seed, drawn=sum(talk.mask), limit=room)
@@ -364,10 +365,6 @@ class Conversations:
             else:
                 talk.states.pop()  # that of a turn in which nothing was drawn
             self._end(key, "abort")
-
-    def _note(self, talk: Conversation, error: BaseException) -> None:
-        self._failures.append(talk.cause(error))
-        logger.warning("a conversation ended by an error of its environment: %s", self._failures[-1])
 
     def _end(self, key: int, reason: FinishReason) -> None:
         talk, session = self._open.pop(key)

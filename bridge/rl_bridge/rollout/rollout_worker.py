@@ -13,7 +13,7 @@ from rl_bridge.data.messages import chat_of
 from rl_bridge.data.trajectory import Budget, Request, RowRequest, SamplingParams, Spending, Trajectory, single_turn
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.environments.environment import EnvironmentFactory, Session, Talker
-from rl_bridge.environments.environment_calls import EnvironmentProcesses, ThreadedSteps
+from rl_bridge.environments.environment_calls import THREAD_WAITS, EnvironmentProcesses, ThreadedSteps
 from rl_bridge.environments.factories import require_here
 from rl_bridge.models.encoding import encode_prompt, messages_of
 from rl_bridge.models.turn_template import TurnTemplate
@@ -172,7 +172,7 @@ class Completions:
         self._decoder = worker.decoder(sampling)
         if budget is not None and budget.tokens is not None:
             self._decoder.count_tokens()
-        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        seeds = request_seeds([request.id for request in requests], sampling.n).tolist()
         # Prompts of similar length go together: a step costs as much as its longest row.
         for place in sorted(range(len(requests)), key=lambda place: len(self._prompts[place])):
             for number, seed in enumerate(seeds[place]):
@@ -220,10 +220,6 @@ class Completions:
         version = self._version if drawn.versions is None else drawn.versions
         stop = self._sampling.stop
         return completed(self._tokenizer, request, number, prompt=prompt, drawn=drawn, version=version, stop=stop)
-
-
-WAIT = 10.0
-"""Seconds that a thread waits longer for an environment's process than the process may take."""
 
 
 class Conversing(WithDecoder):
@@ -277,20 +273,12 @@ class Conversing(WithDecoder):
         if processes:
             session = self._environment_processes(environment, step_timeout).session
             # The process keeps the limit; a thread only waits for the process.
-            step_timeout += WAIT
+            step_timeout += THREAD_WAITS
         else:
             require_here(environment)
-        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        seeds = request_seeds([request.id for request in requests], sampling.n).tolist()
         openings = [
-            (
-                Opening(
-                    request_id=(*request.id, number),
-                    seed=seed,
-                    row=request.row,
-                    group=request.group,
-                ),
-                session(),
-            )
+            (Opening(request_id=(*request.id, number), seed=seed, row=request.row, group=request.group), session())
             for request, row_seeds in zip(requests, seeds, strict=True)
             for number, seed in enumerate(row_seeds)
         ]
@@ -381,15 +369,9 @@ class Advancing(WithDecoder):
 
 
 def _ended(drawn: Drawn) -> Ended:
-    return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), _reason(drawn.reason))
-
-
-def _reason(reason: str) -> str | None:
-    """The reason of an end; None for a row that was withdrawn unfinished.
-
-    A server draws between two commands, so that a row may have ended before ``withdraw``.
-    """
-    return None if reason == "abort" else reason
+    # A server draws between two commands, so that a row may have ended before it was withdrawn.
+    reason = None if drawn.reason == "abort" else drawn.reason
+    return Ended(drawn.key, Tokens(drawn.tokens, drawn.logprobs, drawn.allowed), reason)
 
 
 def _has_stopped(row: Row, stop: Collection[int]) -> bool:

@@ -23,29 +23,28 @@ def draw(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sam
     tokens come from, after temperature and truncation. The allowed tokens are there where truncation can have cut some
     off.
     """
-    cuts = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    cuts: dict[str, Any] = truncation(sampling)
     # A truncation that cuts nothing off would cost as much as one that does.
-    nothing = {"top_k": lambda k: k >= logits.shape[1], "top_p": lambda p: p == 1, "min_p": lambda p: False}
-    cuts = {name: value for name, value in cuts.items() if value is not None and not nothing[name](value)}
-    truncated = bool(cuts) and sampling.temperature > 0
+    if cuts.get("top_k", 0) >= logits.shape[1]:
+        del cuts["top_k"]
     return sample(
         logits,
         temperature=float(sampling.temperature),
         seed=seeds,
         position=positions,
-        return_allowed_tokens=truncated,
-        **(cuts if truncated else {}),
+        return_allowed_tokens=bool(cuts),
+        **cuts,
     )
 
 
-def request_seeds(ids: Sequence[RequestId], samples: int, device: torch.device) -> torch.Tensor:
+def request_seeds(ids: Sequence[RequestId], samples: int) -> torch.Tensor:
     """A 64-bit seed for each request and sample, [requests, samples]: it does not change with the batch around it."""
     if not all(ids):
         raise ValueError(f"a request needs an id of at least one number, got {list(ids)}")
-    places = torch.arange(samples, device=device) + 1
+    places = torch.arange(samples) + 1
     if len({len(id) for id in ids}) > 1:
-        return torch.cat([request_seeds([id], samples, device) for id in ids])
-    numbers = torch.tensor([[signed(number) for number in id] for id in ids], device=device, dtype=torch.int64)
+        return torch.cat([request_seeds([id], samples) for id in ids])
+    numbers = torch.tensor([[signed(number) for number in id] for id in ids], dtype=torch.int64)
     state = mix(numbers[:, 0])
     for column in numbers[:, 1:].unbind(1):
         state = mix(state + column + 1)

@@ -105,17 +105,8 @@ class ModuleReceiver:
         self.latest = max(self.latest, version or 0)
 
     def usable_version(self) -> int:
-        """The version of the weights in use.
-
-        Raises:
-            ValueError: there are none: they were freed, or a sync failed.
-        """
-        if self.version is None:
-            raise ValueError(
-                "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
-                "checkpoint"
-            )
-        return self.version
+        """The version of the weights in use. Raises as ``usable``."""
+        return usable(self.version)
 
     def outline(self, *, adapter: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """The module's own tensors, or its adapter's.
@@ -203,6 +194,20 @@ class ModuleReceiver:
         if name not in self._targets or name in self._seen:
             raise ValueError(f"weight {name!r} came twice" if name in self._seen else f"unknown weight {name!r}")
         return self._targets[name]
+
+
+def usable(version: int | None) -> int:
+    """The version of weights that may be used.
+
+    Raises:
+        ValueError: there are none: they were freed, or a sync failed.
+    """
+    if version is None:
+        raise ValueError(
+            "the weights here are incomplete: they were freed, or an update failed; sync them first, or load a "
+            "checkpoint"
+        )
+    return version
 
 
 def prove(name: str, tensor: torch.Tensor, claim: Claim) -> None:

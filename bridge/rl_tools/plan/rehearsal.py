@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rl_bridge.checkpoints.writing import local_values, state_of, take_apart
+from rl_bridge.checkpoints.writing import state_of, take_apart
 from rl_bridge.engines.dispatch import declared, row_count
 from rl_bridge.engines.worker import call_worker, worker_of
 from rl_bridge.executors import LocalExecutor
@@ -38,6 +38,7 @@ from rl_bridge.models.model_source import (
 )
 from rl_bridge.models.stored_tensors import fill_computed_buffers
 from rl_bridge.parallel.fsdp import materialize
+from rl_bridge.weights.manifest import local
 from rl_tools.profile.live_bytes import CHECKPOINT, LiveBytes
 
 # Operators on tensors that have sizes and no memory.
@@ -334,7 +335,7 @@ def beside(name: str, *, rehearsed: bool, values: bool = False) -> ModelSource:
 def snapshot_tensors(live: LiveBytes, module: Any) -> list[torch.Tensor]:
     """Arrays as ``HostBuffers`` keeps them: one for each tensor of the module's state, tied ones as often as named."""
     _, tensors = take_apart(state_of("plan", module))
-    copies = [torch.empty_like(local_values(tensor), device="cpu") for tensor in tensors.values()]
+    copies = [torch.empty_like(local(tensor), device="cpu") for tensor in tensors.values()]
     for copy in copies:
         live.track(copy, CHECKPOINT)
     return copies

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.checkpoints.writing import put_together, take_apart, tensor_names
+from rl_bridge.checkpoints.writing import put_together, take_apart
 
 
 def test_everything_comes_back_by_way_of_json():
@@ -56,7 +56,6 @@ def test_tensors_have_names_of_their_own_whatever_characters_the_keys_have(state
         state = [tensors_of(state)]
     structure, tensors = take_apart(state)
     assert list(map(id, tensors.values())) == list(map(id, tensors_of(state)))
-    assert tensor_names(structure) == list(tensors)
     back = put_together(json.loads(json.dumps(structure)), tensors)
     assert list(map(id, tensors_of(back))) == list(map(id, tensors_of(state))) and str(back) == str(state)
 

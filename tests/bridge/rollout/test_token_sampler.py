@@ -9,7 +9,6 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.sampling import draw, request_seeds
 from tests.bridge.rollout.distribution import truncated
 
-CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -float("inf"), 1.9, -3.0])
 OF_SEED_7 = [[-6926128240174096792, 8764810008325594656], [1744542734435812199, 4175027301406484995]]
 
@@ -41,7 +40,7 @@ def drawn(logits, seeds, position=0, **options):
 def test_frequencies_are_those_of_the_truncated_distribution(options):
     count = 100_000
     p = truncated(LOGITS, **options)
-    result = drawn(LOGITS.expand(count, -1), request_seeds([(11, 0)], count, CPU)[0], **options)
+    result = drawn(LOGITS.expand(count, -1), request_seeds([(11, 0)], count)[0], **options)
     tokens = result.tokens.numpy()
     np.testing.assert_allclose(result.logprobs.numpy(), np.log(p[tokens]), atol=1e-6)
     observed = np.bincount(tokens, minlength=len(p))
@@ -78,7 +77,7 @@ def test_half_precision_logits_are_sampled_in_float32():
 
 
 def test_draws_are_independent_over_seeds_and_positions():
-    seeds, half = request_seeds([(0, 0)], 2000, CPU)[0], torch.zeros(1, 2)
+    seeds, half = request_seeds([(0, 0)], 2000)[0], torch.zeros(1, 2)
     tokens = torch.stack([drawn(half.expand(2000, 2), seeds, position).tokens for position in (0, 1, 1000)]).numpy()
     assert all(scipy.stats.binomtest(int(of.sum()), 2000).pvalue > 1e-3 for of in tokens)
     assert (abs(np.corrcoef(tokens) - np.eye(3)) < 0.08).all()
@@ -87,27 +86,27 @@ def test_draws_are_independent_over_seeds_and_positions():
 
 @given(seed=st.integers(-(2**70), 2**70), prompts=st.integers(1, 6), samples=st.integers(1, 6))
 def test_a_seed_belongs_to_its_prompt_and_sample_and_not_to_their_number(seed, prompts, samples):
-    seeds = request_seeds(ids(seed, 6), 6, CPU)
-    assert torch.equal(request_seeds(ids(seed, prompts), samples, CPU), seeds[:prompts, :samples])
+    seeds = request_seeds(ids(seed, 6), 6)
+    assert torch.equal(request_seeds(ids(seed, prompts), samples), seeds[:prompts, :samples])
     assert len(seeds.unique()) == 36
 
 
 def test_a_seed_belongs_to_its_id_whatever_stands_beside_it():
     several = [(5,), (5, 0), (5, 0, 0), (5, 1), (-5, 1)]
-    seeds = request_seeds(several, 3, CPU)
+    seeds = request_seeds(several, 3)
     assert len(seeds.unique()) == 15
     for id, row in zip(several, seeds, strict=True):
-        assert torch.equal(request_seeds([(9, 9), id], 3, CPU)[1], row)
+        assert torch.equal(request_seeds([(9, 9), id], 3)[1], row)
     with pytest.raises(ValueError, match=r"a request needs an id of at least one number, got \[\(1,\), \(\)\]"):
-        request_seeds([(1,), ()], 1, CPU)
+        request_seeds([(1,), ()], 1)
 
 
 def test_the_seeds_of_runs_until_now_stay_as_they_were():
-    assert request_seeds([(7, 0), (7, 3)], 2, CPU).tolist() == OF_SEED_7
+    assert request_seeds([(7, 0), (7, 3)], 2).tolist() == OF_SEED_7
 
 
 def test_neighbouring_calls_share_no_seed():
-    seeds = torch.stack([request_seeds(ids(seed, 40), 40, CPU) for seed in range(20)])
+    seeds = torch.stack([request_seeds(ids(seed, 40), 40) for seed in range(20)])
     assert len(seeds.unique()) == seeds.numel()
 
 

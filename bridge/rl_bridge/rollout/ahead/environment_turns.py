@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rl_bridge.environments.environment import EnvironmentFactory, NeedsOwnProcess, Session, Step, Talker
-from rl_bridge.environments.environment_calls import EnvironmentProcesses, Finished, ThreadedSteps
+from rl_bridge.environments.environment_calls import THREAD_WAITS, EnvironmentProcesses, Finished, ThreadedSteps
 from rl_bridge.environments.factories import require_here
 from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rollout.ahead.ledger import Group, Key, Sample, Turn
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 Name = tuple[Key, int]
 """A conversation and its beginning."""
-WAIT = 10.0
-"""Seconds that a thread waits longer for an environment's process than the process may take."""
 
 
 class Reply(NamedTuple):
@@ -87,7 +85,7 @@ class Talks:
         if talking.processes:
             self._processes = EnvironmentProcesses(talking.environment, limit=limit)
             # The process keeps the limit; a thread only waits for the process.
-            limit, at_once = limit + WAIT, talking.processes
+            limit, at_once = limit + THREAD_WAITS, talking.processes
         else:
             require_here(talking.environment)
         self._steps = ThreadedSteps(limit=limit, at_once=at_once)

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,18 +15,6 @@ from rl_bridge.rollout.ahead.environment_turns import Talks
 from rl_bridge.rollout.ahead.ledger import Group, Key
 from rl_bridge.rollout.ahead.pumps import UNDRAWN, Advance, Command, Ended, Restart, RolloutPump, TrainingPump, Withdraw
 from rl_bridge.rollout.rollout_worker import EngineDied
-
-
-class Commanded(Protocol):
-    """An engine that carries out the commands of a rollout pump, one at a time."""
-
-    def do(self, command: Advance | Withdraw) -> list[Ended]:
-        """Carry a command out; returns the rows that have left. Raises EngineDied where the engine is gone."""
-        ...
-
-    def restart(self) -> None:
-        """Make another engine. Raises the error that makes that impossible."""
-        ...
 
 
 class Lanes:
@@ -54,7 +41,7 @@ class Lanes:
             engine.keeps_requests = True
 
     def do(self, command: Advance | Withdraw) -> list[Ended]:
-        """One round of every worker."""
+        """One round of every worker; returns the rows that have left. Raises EngineDied where an engine is gone."""
         lanes = self._engine.workers
         if isinstance(command, Withdraw):
             return self._call("withdraw", [(command.keys,)] * lanes)
@@ -64,7 +51,7 @@ class Lanes:
         return self._call("advance", [(share, self._sampling, command.steps, command.exactly) for share in shares])
 
     def restart(self) -> None:
-        """Start the engines behind the workers again."""
+        """Start the engines behind the workers again. Raises the error that makes that impossible."""
         self._call("restart", [()] * self._engine.workers)
 
     def _lane(self, key: Key) -> int:
@@ -80,6 +67,8 @@ class Lanes:
 
 
 logger = logging.getLogger(__name__)
+RESTARTS = 3
+"""Restarts of an engine, without a completion between them, before its end is the run's."""
 GRACE = 2.0
 """Seconds that an end waits for calls that may never return: a reward, or any call where the run ends by an error."""
 
@@ -89,28 +78,25 @@ class Driver:
 
     def __init__(
         self,
-        engine: Commanded,
+        engine: Lanes,
         pump: RolloutPump,
         training: TrainingPump,
         score: Callable[[Sequence[Group]], list[list[dict[str, float]]]],
         *,
         talks: Talks | None = None,
         patience: float = 3600.0,
-        restarts: int = 3,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The threads start at once.
 
         ``score``: the rewards of each sample of the prompts that wait; calls come one after another, from one thread.
         ``talks``: the environments, where the pump's samples are conversations; they end with the driver.
-        ``patience``: seconds without any progress after which a wait fails. ``restarts``: of an engine, without a
-        completion between them, before its end is the run's.
+        ``patience``: seconds without any progress after which a wait fails.
         """
         self.pump, self.training = pump, training
         self.idle = 0.0
         """Seconds in which the engine had nothing to do."""
-        self._engine, self._score, self._clock = engine, score, clock
-        self._patience, self._restarts, self._deaths = patience, restarts, 0
+        self._engine, self._score = engine, score
+        self._patience, self._deaths = patience, 0
         self.changed = threading.Condition()
         """Held while the ledger or a pump is read or changed."""
         self._busy, self._closed, self._progress = False, False, 0
@@ -208,7 +194,7 @@ class Driver:
         """The next command and the engine's epoch; None at the end."""
         with self.changed:
             while not self._closed:
-                command = self.pump.next(self._clock())
+                command = self.pump.next(time.monotonic())
                 if self._talks is not None and self.pump.has_to_ask:
                     self._talks.wake()
                 self._busy = command is not None
@@ -226,7 +212,7 @@ class Driver:
             ended = self._engine.restart() if isinstance(command, Restart) else self._engine.do(command)
         except EngineDied as error:
             self._deaths += 1
-            if self._deaths > self._restarts:
+            if self._deaths > RESTARTS:
                 raise
             logger.warning("the rollout's engine is gone (%s); its requests go to another one", error)
             with self.changed:
@@ -238,7 +224,7 @@ class Driver:
             if ended is None:
                 self.pump.restarted()
                 return
-            accepted = self.pump.answered(epoch, ended, self._clock())
+            accepted = self.pump.answered(epoch, ended, time.monotonic())
             assert accepted, "nobody else replaces the engine"
             if isinstance(command, Advance) and ended:
                 self._deaths = 0

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from rl_bridge.common.http import Askers, Server
 from rl_bridge.data.messages import ARGUMENTS, Chat, chat_of
 from rl_bridge.data.trajectory import (
@@ -111,7 +109,7 @@ class OpenAIEndpoint:
             return []
         self._require_sent(sampling)
         requests = requests_of(prompts, sampling.seed)
-        seeds = request_seeds([request.id for request in requests], sampling.n, torch.device("cpu")).tolist()
+        seeds = request_seeds([request.id for request in requests], sampling.n).tolist()
         calls = [
             partial(self._ask, request, sampling, seed, number)
             for request, row in zip(requests, seeds, strict=True)

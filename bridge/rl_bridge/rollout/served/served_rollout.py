@@ -11,12 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.models.turn_ends import stop_tokens
-from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.served.process import ServerDied
 from rl_bridge.rollout.served.protocol import EngineServer
@@ -26,12 +24,12 @@ from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from rl_bridge.rollout.vllm.weight_probe import Tolerance
-from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, TakesProvedWeights, UpdatedEngine
-from rl_bridge.weights.source import Precision, Through
+from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, ProvedRollout, UpdatedEngine
+from rl_bridge.weights.source import Precision
 
 
-class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
-    """A worker whose engine is a server; ``InProcessRollout`` has the same methods.
+class _Served(ProvedRollout):
+    """A worker whose engine is a server.
 
     A server that dies is started again, or waited for, with the weights it had, and gets its requests again. A sync
     ends in a proved update or in a server that was given the weights anew.
@@ -39,12 +37,6 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
 
     # A server was started again and again, in vain: an asynchronous run gets its rows back and asks for another server.
     engine_errors: ClassVar[tuple[type[Exception], ...]] = (ServerDied,)
-
-    @returns("local")
-    def restart(self) -> None:
-        """Start another server with the last proved weights. The rows of the one before are forgotten."""
-        super().restart()
-        self.updated.restart()
 
     def _connect(
         self,
@@ -81,11 +73,6 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         texts = StopTexts(self._tokenizer, sampling.stop)
         return ServedDecoder(self.engine, sampling, stop=self._stop, texts=texts, longest=self.longest)
 
-    @returns("same")
-    def weights_map(self) -> Through:
-        """The map that weights go through on their way here: a cast, or codes and fresh scales."""
-        return self._map
-
     def weights_device(self) -> torch.device:
         """The CPU: this process has none of the weights."""
         return torch.device("cpu")
@@ -98,12 +85,6 @@ class _Served(TakesProvedWeights, Advancing, Generating, Conversing):
         """
         if device.type == "meta":
             raise ValueError(f"a server keeps its {what} until it is closed")
-
-    def close(self) -> None:
-        """End the server, if it is ours, and remove the files that were written for it."""
-        self._close()
-        self._folder.close()
-        self.updated.receiver.copies.close()
 
 
 class ServedRollout(_Served):

@@ -13,30 +13,21 @@ from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.common.http import NoReply, Server
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.inside_vllm.plugin import BACKEND, PROTOCOL, require_in_place
-from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, DrawsOf
-from rl_bridge.rollout.sampling import pinned, truncation
+from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION
+from rl_bridge.rollout.sampling import truncation
 from rl_bridge.rollout.served.process import ServerProcess
 from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, ServerLimits, field_of
 from rl_bridge.rollout.vllm import weight_probe as probe
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.lora_adapters import NAME, blank_adapter
 from rl_bridge.rollout.vllm.ranks import binding
+from rl_bridge.rollout.vllm.request_fields import probe_fields, request_fields
 from rl_bridge.rollout.vllm.weight_probe import EngineLimits
 
 
 def sampling_fields(ask: Ask) -> dict[str, Any]:
-    """vLLM's ``SamplingParams`` of one request, as JSON: ``vllm_sampling`` is that of an engine in this process."""
-    cuts = truncation(ask.sampling)
-    return {
-        **pinned(ask.sampling),
-        "min_p": 0.0,  # Draws cuts by min-p, behind top-p
-        "max_tokens": ask.limit,
-        "stop_token_ids": sorted(ask.stop),
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-        "extra_args": {EXTRA: list(DrawsOf(ask.seed, ask.drawn, bool(cuts), cuts.get("min_p", 0.0)))},
-    }
+    """vLLM's ``SamplingParams`` of one request, as JSON."""
+    return request_fields(ask.sampling, seed=ask.seed, drawn=ask.drawn, limit=ask.limit, stop=ask.stop)
 
 
 def completion_of(reply: Any, ask: Ask, what: str) -> Completion:
@@ -268,14 +259,7 @@ class VLLMServer:
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
         """Draw exactly ``count`` tokens."""
-        fields = {
-            "temperature": temperature,
-            "max_tokens": count,
-            "ignore_eos": True,
-            "logprobs": 0,
-            "detokenize": False,
-            "extra_args": {EXTRA: list(DrawsOf(seed, 0, truncated=False))},
-        }
+        fields = probe_fields(max_tokens=count, seed=seed, temperature=temperature)
         payload = {"token_ids": list(prompt), "sampling_params": fields, **self._model}
         return probe_of(self._sent(self._requests, "/inference/v1/generate", payload, "the probe of an update"), prompt)
 
@@ -326,23 +310,11 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
         "enable_prompt_tokens_details": True,
         "disable_uvicorn_access_log": True,
         "weight_transfer_config": {"backend": BACKEND},
-        "dtype": options.activations,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "enforce_eager": options.enforce_eager,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": EXTENSION,
         # A request that is done must not be drawn for once more: its allowed tokens are read then.
         "async_scheduling": False,
-        "generation_config": "vllm",
-        "seed": 0,
+        **options.own_arguments(),
     }
-    if options.tensor_parallel_size > 1:
-        flags["tensor_parallel_size"] = options.tensor_parallel_size
-    if options.kv_cache_gib is not None:
-        flags["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
     if options.adapter_rank is not None:
         from rl_bridge.rollout.vllm.vllm_engine import rank_of  # and vLLM with it
 

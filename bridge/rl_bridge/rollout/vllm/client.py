@@ -13,9 +13,10 @@ import torch
 
 from rl_bridge.rollout.inside_vllm.held_weights import Held, held_by
 from rl_bridge.rollout.inside_vllm.plugin import PROTOCOL
-from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTRA, Draws, DrawsOf
+from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.ranks import RankDied
+from rl_bridge.rollout.vllm.request_fields import probe_fields
 from rl_bridge.rollout.vllm.weight_probe import Drawn, EngineLimits
 
 _ADAPTER = "rl_fn"
@@ -108,21 +109,11 @@ def draws_of(options: VLLMOptions) -> Draws:
 
 
 def probe_sampling(*, max_tokens: int, seed: int, temperature: float) -> Any:
-    """vLLM's parameters of a request that draws exactly ``max_tokens`` tokens, given out together.
-
-    The seed is read by ``Draws``: vLLM's own ``seed`` ends an engine on a CPU where a prompt is read in pieces.
-    """
+    """vLLM's parameters of a request that draws exactly ``max_tokens`` tokens, given out together."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        logprobs=0,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={EXTRA: tuple(DrawsOf(seed, 0, truncated=False))},
-    )
+    fields = probe_fields(max_tokens=max_tokens, seed=seed, temperature=temperature)
+    return SamplingParams(**fields, output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 class InProcessEngine:

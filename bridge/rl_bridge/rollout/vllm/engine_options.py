@@ -212,6 +212,21 @@ class VLLMOptions:
         plain = self.precision == "fp32" if not self.rank_precisions else "fp32" in self.rank_precisions
         return self.dtype or ("float32" if plain else "bfloat16")
 
+    def require_sleep(self, device: str) -> None:
+        """Refuse ``sleep`` on a kind of device without it: vLLM logs a line, and does nothing.
+
+        >>> VLLMOptions(sleep=True).require_sleep("cpu")
+        Traceback (most recent call last):
+            ...
+        ValueError: an engine of vLLM on a cpu has no sleep of level 1 (weights go to host memory, ...
+
+        Raises:
+            ValueError: naming the device.
+        """
+        if self.sleep and device == "cpu":
+            what = "weights go to host memory, keys and values are freed"
+            raise ValueError(f"an engine of vLLM on a {device} has no sleep of level 1 ({what})")
+
     def of_build(self, tensor_parallel_size: int) -> "VLLMOptions":
         """The options with the ``tensor_parallel_size`` that ``InferenceEngine.build`` was given; 1 is none.
 
@@ -241,6 +256,26 @@ class VLLMOptions:
         precision = self.rank_precisions[rank % len(self.rank_precisions)]
         options = replace(self, precision=precision, dtype=self.activations, rank_precisions=())
         return options, precision if precision in LAYOUTS else None
+
+    def own_arguments(self) -> dict[str, Any]:
+        """Arguments of ``vllm.EngineArgs`` that every engine gets, in this process or behind a server."""
+        own: dict[str, Any] = {
+            "dtype": self.activations,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "enforce_eager": self.enforce_eager,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "logprobs_mode": "processed_logprobs",
+            # The folder's generation_config.json must not change how rl_bridge samples.
+            "generation_config": "vllm",
+            "seed": 0,
+        }
+        if self.tensor_parallel_size > 1:
+            own["tensor_parallel_size"] = self.tensor_parallel_size
+        if self.kv_cache_gib is not None:
+            own["kv_cache_memory_bytes"] = int(self.kv_cache_gib * 2**30)
+        return own
 
     def engine_arguments(self) -> dict[str, Any]:
         """``arguments`` by name.

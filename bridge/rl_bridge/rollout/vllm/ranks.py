@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -58,25 +58,38 @@ def numa_nodes(status: Path = Path("/proc/self/status")) -> int:
 
 
 @contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside, this process has these environment variables, without those that are None; then the earlier ones."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@contextmanager
 def opening() -> Iterator[None]:
     """Inside, the error that ends a rank at its start is in the message: vLLM's says only that there was one.
 
     Raises:
         RuntimeError: with the last line of the rank's traceback.
     """
-    with tempfile.NamedTemporaryFile(prefix="rl_fn-vllm-") as file:
-        before = os.environ.get(ERRORS)
-        os.environ[ERRORS] = file.name
+    with tempfile.NamedTemporaryFile(prefix="rl_fn-vllm-") as file, environment({ERRORS: file.name}):
         try:
             yield
         except Exception as error:
             if cause := root_cause(Path(file.name).read_text(errors="replace")):
                 raise RuntimeError(f"a rank of the engine did not start: {cause}") from error
             raise
-        finally:
-            os.environ.pop(ERRORS)
-            if before is not None:
-                os.environ[ERRORS] = before
 
 
 class RankDraws(Draws):

@@ -3,20 +3,13 @@
 import itertools
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.decoder import Decoder, Drawn, check_row
 from rl_bridge.rollout.inside_vllm.sampler_hooks import Draws
 from rl_bridge.rollout.sampling import StopTexts, truncation
-
-
-class Requests(Protocol):
-    """The part of an engine that a decoder uses: ``LLMEngine`` and ``InProcessEngine`` have it."""
-
-    def add_request(self, request_id: str, prompt: Any, params: Any) -> Any: ...
-    def abort_request(self, request_ids: list[str]) -> None: ...
-    def step(self) -> list[Any]: ...
+from rl_bridge.rollout.vllm.client import InProcessEngine
 
 
 class Outbox:
@@ -26,7 +19,7 @@ class Outbox:
     aborted.
     """
 
-    def __init__(self, engine: Requests, draws: Draws) -> None:
+    def __init__(self, engine: InProcessEngine, draws: Draws) -> None:
         self._engine, self.draws = engine, draws
         self._numbers = itertools.count()
         self._owners: dict[str, weakref.ref[VLLMDecoder]] = {}
@@ -65,7 +58,7 @@ class Outbox:
 
     def tokens(self, names: Iterable[str]) -> int:
         """Tokens that these requests have drawn, of those that run."""
-        engine: Any = getattr(self._engine, "engine", self._engine)
+        engine = self._engine.engine
         running = engine.engine_core.engine_core.scheduler.requests
         inside = engine.output_processor.external_req_ids
         return sum(
@@ -78,8 +71,7 @@ class Outbox:
     def withdraw(self, names: Sequence[str]) -> list[Any]:
         """Abort these requests; returns vLLM's outputs with their tokens so far, without requests that have ended."""
         # LLMEngine drops the output of an aborted request, unless the request has a queue, as AsyncLLM's have.
-        engine: Any = getattr(self._engine, "engine", self._engine)
-        processor = engine.output_processor
+        processor = self._engine.engine.output_processor
         drawn = _Box()
         for name in names:
             for internal in processor.external_req_ids.get(name, ()):

@@ -12,7 +12,6 @@ import os
 import random
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -33,10 +32,10 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm import int8_scales
 from rl_bridge.rollout.inside_vllm.plugin import BACKEND, in_place, register, require_in_place
 from rl_bridge.rollout.inside_vllm.quantized_loading import alone
-from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, EXTRA, Draws, DrawsOf
-from rl_bridge.rollout.sampling import pinned, truncation
+from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION, Draws
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
-from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, opening
+from rl_bridge.rollout.vllm.ranks import BIND, Watch, binding, environment, opening
+from rl_bridge.rollout.vllm.request_fields import request_fields
 from rl_bridge.weights.source import Precision
 
 
@@ -93,31 +92,11 @@ def classes_kept() -> Iterator[Changed]:
             changed[cls] = type(cls.__name__, (cls, *added), new | {"__module__": cls.__module__})
 
 
-def take(model: torch.nn.Module, own: Changed) -> None:
-    """Give the engine's modules their classes."""
-    for module in model.modules():
-        if type(module) in own:
-            module.__class__ = own[type(module)]
-
-
 WORLDS: WeakKeyDictionary[LLMEngine, list[dist.ProcessGroup]] = WeakKeyDictionary()
 """Torch's process group of each engine."""
 
 WATCHES: WeakKeyDictionary[LLMEngine, Watch] = WeakKeyDictionary()
 """The watch over the ranks of each engine that has several."""
-
-
-@dataclass(frozen=True)
-class EngineFacts:
-    """Properties that an engine has after its start, in its own words."""
-
-    dtype: str
-    quantization: str | None
-    max_model_len: int
-    vocab_size: int
-    logprobs_mode: str
-    prefix_caching: bool
-    device: str
 
 
 def open_engine(
@@ -137,28 +116,10 @@ def open_engine(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"vLLM starts from a folder with config.json, and {str(folder)!r} has none")
-    engine_args: dict[str, Any] = {
-        "model": str(folder),
-        "dtype": options.activations,
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "enforce_eager": options.enforce_eager,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-        "logprobs_mode": "processed_logprobs",
-        # The folder's generation_config.json must not change how rl_bridge samples.
-        "generation_config": "vllm",
-        "seed": 0,
-    }
-    if options.kv_cache_gib is not None:
-        engine_args["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)
+    engine_args = {"model": str(folder)} | options.own_arguments()
     ranks = options.tensor_parallel_size
     if ranks > 1:
-        engine_args |= {
-            "tensor_parallel_size": ranks,
-            "distributed_executor_backend": "mp",
-            "worker_extension_cls": EXTENSION,
-        }
+        engine_args |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
     if device is not None and device.type == "cuda":
         engine_args["device_ids"] = [(device.index or 0) * ranks + rank for rank in range(ranks)]
         engine_args["enable_sleep_mode"] = options.sleep
@@ -184,7 +145,7 @@ def open_engine(
             engine.collective_rpc(_take_classes, args=(changed,))
         else:
             WATCHES[engine] = Watch(engine)
-        _require(facts(engine), options)
+        _require(engine.vllm_config.model_config, options)
     except BaseException:
         close_engine(engine)
         raise
@@ -192,7 +153,10 @@ def open_engine(
 
 
 def _take_classes(worker: Any, own: Changed) -> None:
-    take(worker.model_runner.model, own)
+    """Give the engine's modules their classes."""
+    for module in worker.model_runner.model.modules():
+        if type(module) in own:
+            module.__class__ = own[type(module)]
 
 
 def close_engine(engine: LLMEngine) -> None:
@@ -224,25 +188,11 @@ def _leave_groups() -> None:
     parallel_state.destroy_distributed_environment()
 
 
-def facts(engine: LLMEngine) -> EngineFacts:
-    """The properties of the engine, from its own configuration after its start."""
-    config = engine.vllm_config
-    model = config.model_config
-    return EngineFacts(
-        dtype=str(model.dtype).removeprefix("torch."),
-        quantization=model.quantization,
-        max_model_len=model.max_model_len,
-        vocab_size=model.get_vocab_size(),
-        logprobs_mode=model.logprobs_mode,
-        prefix_caching=bool(config.cache_config.enable_prefix_caching),
-        device=str(config.device_config.device),
-    )
-
-
-def _require(actual: EngineFacts, options: VLLMOptions) -> None:
-    """Raise unless the engine has the properties that the options ask for."""
-    if actual.dtype != options.activations:
-        raise ValueError(f"the engine computes in {actual.dtype}, and {options.activations} was asked for")
+def _require(actual: Any, options: VLLMOptions) -> None:
+    """Raise unless vLLM's own configuration of a model, after the start, is what the options ask for."""
+    dtype = str(actual.dtype).removeprefix("torch.")
+    if dtype != options.activations:
+        raise ValueError(f"the engine computes in {dtype}, and {options.activations} was asked for")
     if actual.logprobs_mode != "processed_logprobs":
         raise ValueError(
             f"the engine's log-probabilities are {actual.logprobs_mode}; training needs processed_logprobs, those of "
@@ -272,30 +222,19 @@ def _in_process(*, memory_given: bool, ranks: int) -> Iterator[None]:
         variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if memory_given:
         variables["VLLM_CPU_KVCACHE_SPACE"] = None  # or it would come before the option
-    before = {name: os.environ.get(name) for name in variables}
     # The CPU worker puts a function in the place of torch's that ignores the call; a trainer may share the process.
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     numpy_state, python_state = np.random.get_state(), random.getstate()
-    _set(variables)
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(threads)
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    """Set environment variables; None takes one away."""
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    with environment(variables):
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+            torch.set_num_threads = set_num_threads
+            torch.set_num_threads(threads)
 
 
 def opened(
@@ -312,7 +251,9 @@ def opened(
     arguments: dict[str, Any] = {"weight_transfer_config": {"backend": BACKEND}}
     if options.adapter_rank is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
-    with nullcontext() if own is None else alone(own), _announced(own):
+    # Ranks that start read how they quantise; an engine of one process is patched.
+    announced = {} if own is None else {"FLASHRL_CONFIG": own}
+    with nullcontext() if own is None else alone(own), environment(announced):
         engine = open_engine(folder, options, device=device, **arguments)
     try:
         require_in_place(engine.collective_rpc(in_place), own)
@@ -322,21 +263,6 @@ def opened(
         close_engine(engine)
         raise
     return engine
-
-
-@contextmanager
-def _announced(own: Precision | None) -> Iterator[None]:
-    """Inside, the ranks of an engine that start read how they quantise; those of one process are patched."""
-    before = os.environ.get("FLASHRL_CONFIG")
-    if own is not None:
-        os.environ["FLASHRL_CONFIG"] = own
-    try:
-        yield
-    finally:
-        if own is not None:
-            os.environ.pop("FLASHRL_CONFIG")
-        if before is not None:
-            os.environ["FLASHRL_CONFIG"] = before
 
 
 def rank_of(rank: int) -> int:
@@ -350,25 +276,12 @@ def rank_of(rank: int) -> int:
 def vllm_sampling(
     sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int], whole: bool = True
 ) -> EngineSampling:
-    """The sampling parameters of vLLM for one sequence.
+    """``request_fields`` as vLLM's object.
 
-    Args:
-        sampling: temperature and truncation.
-        seed: 64 bits, of the request and the sample. ``Draws`` reads it, not vLLM.
-        drawn: tokens that the policy has drawn already in this sequence.
-        limit: tokens that may be drawn.
-        stop: ids that end the sequence.
-        whole: the engine gives out finished sequences; else each as far as it is, after each step.
+    ``whole``: the engine gives out finished sequences; else each as far as it is, after each step.
     """
-    cuts = truncation(sampling)
     return EngineSampling(
-        **pinned(sampling) | {"min_p": 0.0},  # Draws cuts by min-p, behind top-p
-        max_tokens=limit,
-        stop_token_ids=sorted(stop),
-        ignore_eos=True,
-        logprobs=0,
+        **request_fields(sampling, seed=seed, drawn=drawn, limit=limit, stop=stop),
         flat_logprobs=True,
-        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.CUMULATIVE,
-        extra_args={EXTRA: tuple(DrawsOf(seed, drawn, bool(cuts), cuts.get("min_p", 0.0)))},
     )

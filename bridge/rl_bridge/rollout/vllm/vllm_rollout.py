@@ -12,26 +12,22 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.worker import DATA_RANK, TENSOR_PARALLEL_SIZE
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import longest_sequence
 from rl_bridge.models.turn_ends import stop_tokens
-from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.sampling import StopTexts
 from rl_bridge.rollout.vllm.client import InProcessEngine, draws_of
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
-from rl_bridge.rollout.vllm.sleeping import require_sleep, sleep, wake
 from rl_bridge.rollout.vllm.vllm_decoder import Outbox, VLLMDecoder
-from rl_bridge.rollout.vllm.vllm_engine import close_engine, facts, opened
+from rl_bridge.rollout.vllm.vllm_engine import close_engine, opened
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from rl_bridge.rollout.vllm.weight_probe import Tolerance
-from rl_bridge.rollout.vllm.weight_updates import TakesProvedWeights, UpdatedEngine
-from rl_bridge.weights.source import Through
+from rl_bridge.rollout.vllm.weight_updates import ProvedRollout, UpdatedEngine
 
 
-class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
-    """The rollout worker of one device with an engine of vLLM; ``InProcessRollout`` has the same methods.
+class VLLMRollout(ProvedRollout):
+    """The rollout worker of one device with an engine of vLLM.
 
     Weights that a sync brings are proved by tokens that the engine draws and the trainer scores.
     """
@@ -55,8 +51,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", torch.cuda.current_device())
-        if options.sleep:
-            require_sleep(self._device.type, 1)
+        options.require_sleep(self._device.type)
         self._asleep: set[str] = set()
         self._folder = TemporaryFolder("vllm")
         sent_precision = options.precision if own is None else "fp32"
@@ -76,24 +71,13 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         restart = weakref.WeakMethod(self.updated.restart)
         client.on_death = lambda: restart()()  # type: ignore[misc]  # who steps the client has its updates too
         self._outbox = Outbox(client, draws)
-        self.longest = longest_sequence(model, facts(client.engine).max_model_len)
+        self.longest = longest_sequence(model, client.limits().longest)
         self.holds_less = self.longest != longest_sequence(model)
 
     def decoder(self, sampling: SamplingParams) -> VLLMDecoder:
         """A decoder without rows; all decoders of a worker share its engine."""
         texts = StopTexts(self._tokenizer, sampling.stop)
         return VLLMDecoder(self._outbox, sampling, stop=self._stop, texts=texts, longest=self.longest or 0)
-
-    @returns("same")
-    def weights_map(self) -> Through:
-        """The map that weights go through on their way here: a cast, or codes and fresh scales."""
-        return self._map
-
-    @returns("local")
-    def restart(self) -> None:
-        """Open a fresh engine from the last proved weights. The rows of the one before are forgotten."""
-        super().restart()
-        self.updated.restart()
 
     def weights_device(self) -> torch.device:
         """The device that the weights are on."""
@@ -115,7 +99,7 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
         engine: LLMEngine = self._client.engine
         if device.type == self._device.type:
             if what in self._asleep:
-                wake(engine, [what])
+                engine.wake_up([what])
                 self._asleep.discard(what)
             return
         if not self._options.sleep:
@@ -123,14 +107,8 @@ class VLLMRollout(TakesProvedWeights, Advancing, Generating, Conversing):
                 f"the engine's {what} cannot leave its device: VLLMOptions(sleep=True) makes room for that"
             )
         if what == "weights" and "weights" not in self._asleep:
-            sleep(engine, 1)
+            engine.sleep(level=1, mode="keep")  # keep: requests that run go on afterwards
             self._asleep |= {"weights", "kv_cache"}
         elif what == "kv_cache" and not self._asleep:
             engine.release_kv_cache_memory()
             self._asleep.add("kv_cache")
-
-    def close(self) -> None:
-        """End the engine and remove the files that were written for it, copies of weights included."""
-        self._close()
-        self._folder.close()
-        self.updated.receiver.copies.close()

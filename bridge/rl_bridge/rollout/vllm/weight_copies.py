@@ -187,8 +187,6 @@ def _parent(nbytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
 _NOT_UPDATED = {
     "gpt_oss": "sinks and experts are copied past the loaders that its reload waits for, and stay as they were",
     "cohere2": "a token of its sliding layers sees one token more there than in transformers",
@@ -225,7 +223,7 @@ def checkpoint(source: ModelSource, precision: Precision, dtype: torch.dtype, in
         stored = SafetensorsFolder.of_folder(folder)
         with torch.device("meta"):
             names = source.empty().state_dict().keys()
-        if set(stored.dtypes.values()) == {_STORED[dtype]} and stored.shapes.keys() <= names:
+        if set(stored.dtypes.values()) == {_NAMES[dtype]} and stored.shapes.keys() <= names:
             return folder, Cast(dtype)
     return into, write_checkpoint(source, into, precision, dtype=dtype)
 

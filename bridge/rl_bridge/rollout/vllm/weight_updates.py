@@ -1,14 +1,15 @@
 """An engine of vLLM with the weights of its trainer: every sync ends in a proved update or in a replaced engine."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from rl_bridge.common.files import TemporaryFolder
 from rl_bridge.engines.dispatch import returns
-from rl_bridge.rollout.inside_vllm.held_weights import Held
+from rl_bridge.rollout.rollout_worker import Advancing, Conversing, Generating
 from rl_bridge.rollout.vllm.client import EngineClient
 from rl_bridge.rollout.vllm.weight_copies import Copy, VLLMReceiver
 from rl_bridge.rollout.vllm.weight_probe import (
@@ -23,6 +24,7 @@ from rl_bridge.rollout.vllm.weight_probe import (
 )
 from rl_bridge.weights.ends import WeightSyncError
 from rl_bridge.weights.manifest import Manifest, TensorSpec, compare
+from rl_bridge.weights.source import Through
 
 BUCKET_BYTES = 256 << 20
 
@@ -121,12 +123,9 @@ def compared(client: EngineClient, copy: Copy, blind: Mapping[str, str]) -> None
     Raises:
         UpdateFailed: a tensor is not the sent one, or is not shown any more.
     """
-    require_same(client.held(copy.folder, copy.folder if copy.adapter else None), blind)
-
-
-def require_same(held: Held, blind: Mapping[str, str]) -> None:
-    """Raise ``UpdateFailed`` for a tensor that differs or was not read, unless it is among ``blind``."""
-    faults = [f"{name}: {what}" for name, what in (held.different | held.unread).items() if name not in blind]
+    comparison = client.held(copy.folder, copy.folder if copy.adapter else None)
+    bad = comparison.different | comparison.unread
+    faults = [f"{name}: {what}" for name, what in bad.items() if name not in blind]
     if faults:
         more = f"; and {len(faults) - 4} more tensors" if len(faults) > 4 else ""
         raise UpdateFailed("; ".join(faults[:4]) + more)
@@ -442,3 +441,30 @@ class TakesProvedWeights:
     def weights_version(self) -> int:
         """The version of the proved weights in use."""
         return self.updated.version()
+
+
+class ProvedRollout(TakesProvedWeights, Advancing, Generating, Conversing):
+    """A rollout worker with an engine that proves its weights; ``InProcessRollout`` has the same methods."""
+
+    _map: Through
+    _folder: TemporaryFolder
+    """Files that were written for the engine."""
+    _close: Callable[[], object]
+    """Ends the engine."""
+
+    @returns("same")
+    def weights_map(self) -> Through:
+        """The map that weights go through on their way here: a cast, or codes and fresh scales."""
+        return self._map
+
+    @returns("local")
+    def restart(self) -> None:
+        """Start a fresh engine with the last proved weights. The rows of the one before are forgotten."""
+        super().restart()
+        self.updated.restart()
+
+    def close(self) -> None:
+        """End the engine, if it is ours, and remove the files that were written for it, copies of weights included."""
+        self._close()
+        self._folder.close()
+        self.updated.receiver.copies.close()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rl_bridge.rollout.vllm.sleeping import sleep, wake
 from rl_bridge.rollout.vllm.weight_copies import Copies, header_of
 from rl_bridge.rollout.vllm.weight_updates import buckets_by_layer
 from rl_bridge.weights.manifest import Manifest, TensorSpec
@@ -159,9 +158,9 @@ def test_a_copy_of_another_model_is_refused_before_a_layer_is_touched(start, fre
 def test_an_engine_that_sleeps_draws_nothing_and_goes_on_when_it_wakes(start, fresh):
     wanted = drawn_alone(fresh)
     start_request(fresh, "slept")
-    sleep(fresh.engine, 0)
+    fresh.engine.sleep(level=0, mode="keep")
     assert fresh.is_paused() and fresh.step() == []
-    wake(fresh.engine, ["scheduling"])
+    fresh.engine.wake_up(["scheduling"])
     assert not fresh.is_paused()
     [ended] = ends_of(fresh)
     assert ended.outputs[0].token_ids == wanted and not fresh.has_unfinished_requests()
@@ -171,13 +170,6 @@ def drawn_alone(client):
     start_request(client, "awake")
     [ended] = ends_of(client)
     return ended.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_a_level_of_sleep_that_a_cpu_does_not_have_is_refused_by_name(fresh, level):
-    with pytest.raises(ValueError, match=rf"on a cpu has no sleep of level {level} \(weights"):
-        sleep(fresh.engine, level)
-    assert not fresh.is_paused()
 
 
 @pytest.mark.parametrize("why", ["incomplete", "twice"])

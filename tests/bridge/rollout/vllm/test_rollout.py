@@ -134,7 +134,7 @@ def test_a_sequence_that_goes_on_draws_what_it_would_have_drawn(rollout, drawn):
     whole = max(drawn["all"], key=lambda t: len(t.sampled_tokens))
     prompt, tokens = whole.prompt_tokens, whole.sampled_tokens
     *request, number = whole.request_id
-    seed = int(request_seeds([tuple(request)], SAMPLING.n, torch.device("cpu"))[0, number])
+    seed = int(request_seeds([tuple(request)], SAMPLING.n)[0, number])
     decoder = rollout.decoder(replace(SAMPLING, **CUTS["all"]))
     for cut in range(len(tokens)):
         decoder.add(cut, [*prompt, *tokens[:cut]], seed=seed, drawn=cut, limit=len(tokens) - cut)
@@ -150,7 +150,7 @@ def test_a_sequence_that_goes_on_draws_what_it_would_have_drawn(rollout, drawn):
 def test_rows_that_are_withdrawn_go_on_elsewhere(rollout, drawn):
     whole = sorted(drawn["all"], key=lambda t: -len(t.sampled_tokens))[:12]
     decoder, sampling = rollout.decoder(replace(SAMPLING, **CUTS["all"])), replace(SAMPLING, **CUTS["all"])
-    seeds = [int(request_seeds([t.request_id[:-1]], 3, torch.device("cpu"))[0, t.request_id[-1]]) for t in whole]
+    seeds = [int(request_seeds([t.request_id[:-1]], 3)[0, t.request_id[-1]]) for t in whole]
     for place, t in enumerate(whole):
         decoder.add(place, t.prompt_tokens, seed=seeds[place], limit=SAMPLING.max_new_tokens)
     found = {made.key: [made] for _ in range(8) for made in decoder.step()}

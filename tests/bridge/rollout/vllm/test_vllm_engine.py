@@ -15,14 +15,14 @@ SMALL = {"max_num_seqs": 8, "kv_cache_gib": 0.05}
 
 @pytest.mark.vllm
 def test_an_engine_is_what_was_asked_for_and_leaves_the_process_as_it_was(folder):
-    from rl_bridge.rollout.vllm.vllm_engine import close_engine, facts, open_engine
+    from rl_bridge.rollout.vllm.vllm_engine import close_engine, open_engine
 
     before = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     engine = open_engine(folder, VLLMOptions(max_model_len=64, arguments=("block_size=32",), **SMALL))
     try:
-        found = facts(engine)
-        assert (found.dtype, found.quantization, found.max_model_len) == ("float32", None, 64)
+        found = engine.vllm_config.model_config
+        assert (found.dtype, found.quantization, found.max_model_len) == (torch.float32, None, 64)
         assert engine.vllm_config.cache_config.block_size == 32
         assert torch.equal(torch.get_rng_state(), states[0])
         assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
