@@ -146,6 +146,17 @@ def test_phases_of_several_threads_overlap():
     thread.join()
 
 
+def test_a_loop_begins_with_no_collection_due():
+    """However many phases of the loop before it have ended."""
+    with collector_waits():
+        phase_ended()
+    with collector_waits():
+        lost = dropped()
+        with one_phase():
+            pass
+        assert lost() is not None, "no phase of this loop has ended"
+
+
 def test_older_objects_are_looked_at_less_often_and_what_was_there_before_not_at_all():
     before = Cycle()
     lost, runs = weakref.ref(before), []

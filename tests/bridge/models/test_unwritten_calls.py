@@ -8,6 +8,7 @@ import pytest
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.messages import OTHER_CALLS
 from rl_bridge.data.rows import policy_row, supervised_row
+from rl_bridge.models.chat_templates import memory_of
 from rl_bridge.models.encoding import encode_completion, encode_prompt, encode_row
 from rl_bridge.models.row_checks import remark_on_conversations, remark_on_prompts
 from rl_bridge.models.unwritten_calls import TRIES
@@ -156,3 +157,25 @@ def test_words_that_json_escapes_cost_no_second_look(monkeypatch):
         encode_row(tokenizer, row)
         assert bool(renders) == (number < TRIES)
         renders.clear()
+
+
+@pytest.mark.parametrize("forms", [1, 2, 3])
+def test_forms_that_the_memory_holds_are_looked_at_closely_at_first_alone(forms, monkeypatch):
+    """The memory has an end: more forms than it holds are all looked at closely, for ever."""
+    from rl_bridge.models import unwritten_calls
+
+    tokenizer, renders, rounds = tokenizer_with(CALLS["all"]), [], TRIES + 3
+    calls = [{"role": "assistant", "content": "", "tool_calls": [one_call(f"run_{n}", a=1)]} for n in range(forms)]
+    plain = unwritten_calls.rendered
+    monkeypatch.setattr(unwritten_calls, "FORMS", 2)
+    monkeypatch.setattr(
+        unwritten_calls, "rendered", lambda *args, **options: renders.append(1) or plain(*args, **options)
+    )
+    looks = 0
+    for _ in range(rounds):
+        for calling in calls:
+            encode_row(tokenizer, supervised_row({"messages": [ASK, calling]}))
+            looks += bool(renders)
+            renders.clear()
+    assert looks == forms * (TRIES if forms <= 2 else rounds)
+    assert len(memory_of(tokenizer, "calls")) <= 2

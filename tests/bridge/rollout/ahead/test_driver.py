@@ -140,3 +140,24 @@ def test_patience_begins_anew_with_each_answer_of_the_engine():
         assert pump.held
     finally:
         driver.close()
+
+
+@pytest.mark.parametrize(("version", "starves"), [(1, True), (2, False), (3, False)])
+def test_only_an_idle_engine_with_older_weights_ends_the_wait_for_a_step(version, starves):
+    """With the weights of the step all of its completions are drawn, and its rewards are on their way."""
+
+    class Idle(OneCommand):
+        held = False
+        ledger = SimpleNamespace(counts=dict)
+
+        def __init__(self):
+            self.commands, self.version = [], version
+
+        def idle(self):
+            return True
+
+    training = SimpleNamespace(step=2, batch=lambda: None)
+    driver = Driver(SimpleNamespace(), Idle(), training, lambda groups: [], patience=0.05)  # type: ignore[arg-type]
+    waits = pytest.raises(TimeoutError, match=r"the completions of step 2")
+    with closing(driver), nullcontext() if starves else waits:
+        assert driver.take() is None
