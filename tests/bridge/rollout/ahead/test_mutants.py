@@ -284,10 +284,10 @@ def counts_the_rounds_anew_after_a_death(restarted):
     return again
 
 
-@fault(rollout_worker, "_reason")
-def takes_rows_that_have_ended_for_unfinished(reason):
+@fault(rollout_worker, "_ended")
+def takes_rows_that_have_ended_for_unfinished(ended):
     """ROLL-1: a server draws between two commands, and a full row or one behind its stop token went in again."""
-    return lambda of_decoder: None
+    return lambda drawn: ended(drawn)._replace(reason=None)
 
 
 FIRST = {"counts_the_rounds_anew_after_a_death": 1600, "takes_what_an_earlier_beginning_was_answered": 430}
