@@ -4,9 +4,8 @@ import inspect
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
@@ -26,6 +25,7 @@ from rl_bridge.modules.comparison import (
     ComparisonLoss,
     constants_of,
 )
+from rl_bridge.pipelines.objective_options import subcommands
 from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, seed_everything, split
 from rl_bridge.run.provenance import of_rows
 from rl_train.row_options import Inputs, RowOptions
@@ -95,22 +95,12 @@ def loss_options(name: str, **options: Any) -> RewardLossOptions:
     return losses[name](**options)
 
 
-def _choice(losses: dict[str, type[RewardLossOptions]]) -> Any:
-    """The type of an option with a sub-command for each loss: loss:dpo."""
-    return Union[  # noqa: UP007
-        tuple(
-            Annotated[options, tyro.conf.subcommand(name, description=(options.__doc__ or "").partition("\n")[0])]
-            for name, options in losses.items()
-        )
-    ]
-
-
 if TYPE_CHECKING:
     PreferenceLoss = RewardLossOptions
     RewardLoss = RewardLossOptions
 else:
-    PreferenceLoss = _choice(LOSSES)
-    RewardLoss = _choice(REWARD_MODEL_LOSSES)
+    PreferenceLoss = subcommands(LOSSES)
+    RewardLoss = subcommands(REWARD_MODEL_LOSSES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,10 +64,8 @@ class AheadSampler:
         """``lazy``: a step begins without new weights in the rollout where its prompts are ready and others run.
 
         ``talking``: how conversations are held; None: samples are completions. ``patience``: seconds without any
-        progress after which a wait fails.
-
-        Raises:
-            ValueError: rounds of dynamic sampling, which belong to one step.
+        progress after which a wait fails. ``config`` has one round of dynamic sampling: rewards of a further one would
+        decide what may be drawn ahead.
         """
         self.rewards, self.stream, self._config, self._seed = rewards, stream, config, seed
         self._making: dict[str, Any] = {
@@ -76,11 +74,6 @@ class AheadSampler:
             "max_new_tokens": config.sampling.max_new_tokens,
         }
         self._greedy = "greedy_rewards" in objective.required_rollout_fields
-        if config.sampling_rounds > 1:
-            raise ValueError(
-                f"rollouts that run ahead of training do not go with sampling_rounds={config.sampling_rounds}: rewards "
-                "would decide what may be drawn ahead"
-            )
         self._samples = config.sampling.n + self._greedy
         """Completions of a prompt: those to train on, and a greedy one where the objective reads its rewards."""
         # The trainer's thread uses the other one.
@@ -145,10 +138,6 @@ class AheadSampler:
         sampled = replace(sampled, ahead=self._metrics(groups, step))
         self._forget()
         return sampled
-
-    def state(self) -> dict[str, Any]:
-        """The ledger, and with it the place in the data."""
-        return {"rollouts": self}
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Requests and results, up to the prompts that are trained on."""

@@ -38,9 +38,7 @@ class Archive:
 
     def insert(self, rewards: Mapping[str, float], step: int) -> None:
         """Take in the rewards after ``step`` steps, and write pareto.json anew."""
-        point = [rewards[name] for name in self.names]
-        self._state = self._archive.insert(self._state, jnp.asarray(point, jnp.float32), step)
-        self._points.append({"step": step, **rewards})
+        self._add({"step": step, **rewards})
         write_json(
             self.folder / "pareto.json", {"names": self.names, "front": self.front(), "evaluations": self._points}
         )
@@ -48,13 +46,9 @@ class Archive:
     def front(self) -> list[dict[str, Any]]:
         """The steps that no other beats, with their rewards."""
         occupied = np.asarray(self._state.used)
-        points, tags = (
-            np.asarray(self._state.points)[occupied].tolist(),
-            np.asarray(self._state.tags)[occupied].tolist(),
-        )
-        return [
-            {"step": tag, **dict(zip(self.names, point, strict=True))} for point, tag in zip(points, tags, strict=True)
-        ]
+        points, steps = (np.asarray(part)[occupied].tolist() for part in (self._state.points, self._state.tags))
+        rewards = (dict(zip(self.names, point, strict=True)) for point in points)
+        return [{"step": step, **point} for step, point in zip(steps, rewards, strict=True)]
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The points that were inserted; the front is a function of them."""
@@ -66,9 +60,12 @@ class Archive:
             raise ValueError(f"the checkpoint has the rewards {state['names']}, this run has {list(self.names)}")
         self._state, self._points = self._archive.init(), []
         for point in state["seen"]:
-            self._points.append(point)
-            values = jnp.asarray([point[name] for name in self.names], jnp.float32)
-            self._state = self._archive.insert(self._state, values, point["step"])
+            self._add(point)
+
+    def _add(self, point: dict[str, Any]) -> None:
+        values = jnp.asarray([point[name] for name in self.names], jnp.float32)
+        self._state = self._archive.insert(self._state, values, point["step"])
+        self._points.append(point)
 
     def draw(self) -> None:
         """pareto.png, the first two rewards against each other: every evaluation, and the front in bold."""

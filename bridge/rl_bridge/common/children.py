@@ -57,7 +57,9 @@ class Child:
             cores: the command is bound to these.
             shared_memory: Python's shared memory that the command's processes have mapped is removed at their end.
         """
-        self.log, self._dead, self._status = log, threading.Event(), list[int]()
+        self.log, self._status = log, list[int]()
+        self.dead = threading.Event()
+        """Set as soon as the command and all processes that it started have ended."""
         self._control, control = socket.socketpair()
         with control, contextlib.ExitStack() as failure, contextlib.ExitStack() as stack:
             failure.callback(self._control.close)
@@ -75,7 +77,7 @@ class Child:
                 env=env,
             )
             failure.pop_all()
-        words = (self._guard.pid, self._control, self._dead, grace, os.getpid())
+        words = (self._guard.pid, self._control, self.dead, grace, os.getpid())
         self._finalize = weakref.finalize(self, _end, *words)
         received = b""
         try:
@@ -84,7 +86,7 @@ class Child:
             first, _, rest = received.partition(b"\n")
             self.pid = int(first or -1)
             """Process id of the command; -1 if the command was not started."""
-            words = (self._guard, self._control, rest, self._status, self._dead)
+            words = (self._guard, self._control, rest, self._status, self.dead)
             threading.Thread(target=_watch, args=words, daemon=True, name=f"process {self.pid}").start()
         except BaseException:  # such as Ctrl-C, or no more threads: nothing watches the guard yet
             self._finalize.detach()
@@ -94,14 +96,9 @@ class Child:
             raise
 
     @property
-    def dead(self) -> threading.Event:
-        """Set as soon as the command and all processes that it started have ended."""
-        return self._dead
-
-    @property
     def status(self) -> int | None:
         """The exit status of a command that has ended, or its signal's number below 0."""
-        return self._status[0] if self._dead.is_set() else None
+        return self._status[0] if self.dead.is_set() else None
 
     @property
     def stdout(self) -> IO[bytes]:
@@ -111,7 +108,7 @@ class Child:
 
     def how_it_ended(self) -> str:
         """The exit status, or the signal, in words; waits for the end a little."""
-        self._dead.wait(10.0)
+        self.dead.wait(10.0)
         if self.status is None:
             return "or its connection, in an unknown way"
         return f"by {signal.Signals(-self.status).name}" if self.status < 0 else f"with exit status {self.status}"
@@ -136,7 +133,7 @@ class Child:
 
     def kill(self) -> None:
         """End the command without grace; returns when nothing is left."""
-        _kill(self._guard.pid, self._dead)
+        _kill(self._guard.pid, self.dead)
 
     def leave(self) -> None:
         """Let the command outlive this object; it ends when this process has ended, which does not wait for that."""

@@ -154,9 +154,9 @@ class Server:
         body = b"" if payload is None else json.dumps(payload).encode()
         return self._tried(path, body, stop, what, may_be_empty)
 
-    def get(self, path: str = "", *, what: str = "") -> Any:
+    def get(self, path: str = "") -> Any:
         """The server's reply to a request without a payload, as JSON; an empty one is None."""
-        return self._tried(path, None, None, what, True)
+        return self._tried(path, None, None, "", True)
 
     def _tried(self, path: str, body: bytes | None, stop: threading.Event | None, what: str, empty: bool) -> Any:
         url = self.url + path

@@ -3,7 +3,7 @@
 from typing import Any
 
 FLOAT32 = 3.4028234663852886e38
-"""The largest number of float32, which rewards become: a larger one would be infinite."""
+"""The largest number of float32, in which a run computes and which rewards become: a larger one would be infinite."""
 
 
 def plain_scalar(value: Any) -> Any:

@@ -18,7 +18,7 @@ LEVEL = 0.95
 
 
 def confidence_interval(
-    after: Sequence[float], before: Sequence[float], *, level: float = LEVEL, resamples: int = 10_000
+    after: Sequence[float], before: Sequence[float], *, resamples: int = 10_000
 ) -> dict[str, float]:
     """Mean of ``after − before`` over the same rows, with its interval: of 30 rows or more by the paired bootstrap.
 
@@ -30,15 +30,15 @@ def confidence_interval(
     """
     difference = _differences(after, before)
     if len(difference) < FEW:
-        mean, low, high = map(float, student(difference, level=level))
-        return {"mean": mean, "low": low, "high": high, "level": level}
+        mean, low, high = map(float, student(difference))
+        return {"mean": mean, "low": low, "high": high, "level": LEVEL}
     generator, rows = np.random.default_rng(0), len(difference)
     # A chunk of resamples at a time: all of them at once would take gigabytes for ten thousand rows.
     chunk = max(1, CHUNK // rows)
     sizes = [(min(chunk, resamples - start), rows) for start in range(0, resamples, chunk)]
     means = np.concatenate([difference[generator.integers(rows, size=size)].mean(1) for size in sizes])
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "level": level}
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return {"mean": float(difference.mean()), "low": float(low), "high": float(high), "level": LEVEL}
 
 
 def over_seeds(values: Sequence[float], before: Sequence[float] | None = None) -> dict[str, Any]:

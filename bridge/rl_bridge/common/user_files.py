@@ -59,6 +59,19 @@ def load_file(path: Path, kind: str) -> ModuleType:
     return module
 
 
+@functools.lru_cache(maxsize=256)
+def callable_in(path: str, name: str, kind: str, form: str) -> Any:
+    """The object ``name`` of the file, which is run once in a process. ``form``: what it is to be, as "function {!r}".
+
+    Raises:
+        ValueError: there is none that can be called; besides what ``load_file`` raises.
+    """
+    value = getattr(load_file(Path(path), kind), name, None)
+    if not callable(value):
+        raise ValueError(f"{path} has no {form.format(name)}")
+    return value
+
+
 def _finds(name: str, file: Path) -> bool:
     """Whether an import of ``name`` in another process, with this one's path, runs the file and no other module."""
     if not name.isidentifier() or name in sys.stdlib_module_names:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.user_files import load_file, the_users_code
+from rl_bridge.common.user_files import callable_in, the_users_code
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.messages import without_keys_of_others
 
@@ -62,7 +62,8 @@ def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
     if isinstance(source, str):
         match = _FILE.fullmatch(source)
         assert match is not None
-        split, source = match[3], _loaded(str(Path(match[1]).resolve()), match[2])
+        path, function, split = str(Path(match[1]).resolve()), match[2], match[3]
+        source = callable_in(path, function, "data", "function {!r} that reads rows")
     rows, number = source, 0
     try:
         with the_users_code():
@@ -109,15 +110,6 @@ def _iterable(rows: Any, name: str) -> Iterable[Any]:
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise _WrongUse(f"{name} gives {type(rows).__name__}: a reader yields or returns rows, each a dict")
     return rows
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(path: str, name: str) -> Any:
-    """The object of that name, whose file is run once in a process."""
-    value = getattr(load_file(Path(path), "data"), name, None)
-    if not callable(value):
-        raise ValueError(f"{path} has no function {name!r} that reads rows")
-    return value
 
 
 def reader_fingerprint(source: RowSource | None, what: str = "data reader") -> dict[str, str]:

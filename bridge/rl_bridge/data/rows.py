@@ -48,7 +48,7 @@ def policy_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if missing(row, "prompt") and missing(row, "messages"):
         raise ValueError(f"field 'prompt' is missing or empty; the row has {sorted(map(str, row))}")
     if not missing(row, "prompt"):
-        prompt = _text_or_messages(row["prompt"], "prompt")
+        prompt = _prompt(row["prompt"])
         _require_one_prompt(row, prompt)
         if isinstance(prompt, list) and isinstance(prompt[-1], Mapping) and prompt[-1]["role"] == "assistant":
             raise ValueError("prompt ends with the assistant's message, so there is nothing to sample")
@@ -106,7 +106,7 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
         if field is None:
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
-        prompt = _text_or_messages(row["prompt"], "prompt")
+        prompt = _prompt(row["prompt"])
         behind = _require_one_prompt(row, prompt)
         response = _response(row[field], field)
         if any(message["role"] == "assistant" for message in behind) and not _says(behind, response):
@@ -118,7 +118,7 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
     messages = messages_of_field(row["messages"], "messages")
     if not missing(row, "prompt"):
-        _require_one_prompt(row, _text_or_messages(row["prompt"], "prompt"))
+        _require_one_prompt(row, _prompt(row["prompt"]))
     if messages[-1]["role"] != "assistant" and field is not None:
         return {**row, "messages": messages, "prompt": messages, field: _response(row[field], field)}
     if all(message["role"] != "assistant" for message in messages):
@@ -153,14 +153,14 @@ def _with_tools(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **{name: value for name, value in read.items() if row.get(name)}}
 
 
-def _text_or_messages(value: Any, field: str) -> Any:
+def _prompt(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value):
         return value
     if not (isinstance(value, list) and all(isinstance(m, Mapping) and "role" in m for m in value)):
-        raise ValueError(f"{field} must be text or messages with role and content, got {shortened(value)}")
-    return messages_of_field(value, field)
+        raise ValueError(f"prompt must be text or messages with role and content, got {shortened(value)}")
+    return messages_of_field(value, "prompt")
 
 
 def _require_one_prompt(row: Mapping[str, Any], prompt: Any) -> list[dict[str, Any]]:

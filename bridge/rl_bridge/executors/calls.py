@@ -48,14 +48,10 @@ class Call:
         self._errors: dict[int, BaseException] = {}
         self._abandoned: BaseException | None = None
         self._answered = threading.Event()
-        self._finished, self._over_at = False, 0.0
+        self.over, self._over_at = False, 0.0
+        """Whether its future is done, whoever may still answer; and since when."""
         self._lock = threading.Lock()
         self._clock = clock
-
-    @property
-    def over(self) -> bool:
-        """Whether its future is done, whoever may still answer."""
-        return self._finished
 
     @property
     def waiting(self) -> list[int]:
@@ -68,7 +64,7 @@ class Call:
         with self._lock:
             self._waiting.discard(slot)
             # Nobody will ask for the result of a call that has failed.
-            self._results[slot] = None if self._finished else result
+            self._results[slot] = None if self.over else result
             waiting = len(self._waiting)
         if not waiting:
             self._answered.set()
@@ -90,7 +86,7 @@ class Call:
     def abandon(self, error: BaseException) -> None:
         """End the call with an error, whoever may still answer."""
         with self._lock:
-            if self._finished:
+            if self.over:
                 return
             self._abandoned = error
         self._finish()
@@ -118,9 +114,9 @@ class Call:
 
     def _finish(self) -> None:
         with self._lock:
-            if self._finished:
+            if self.over:
                 return
-            self._finished, self._over_at = True, time.monotonic()
+            self.over, self._over_at = True, time.monotonic()
         # Callbacks of the future run here, so the lock is free by now.
         if self._abandoned is not None:
             self.future.set_exception(self._abandoned)

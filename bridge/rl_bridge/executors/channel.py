@@ -181,12 +181,12 @@ class Channel:
             while views:
                 _drop(views, self._socket.sendmsg(views[:_PARTS_AT_ONCE], [], socket.MSG_DONTWAIT))
 
-    def wait_for_room(self, seconds: float) -> None:
-        """Return when more can be sent, when the connection has ended, or after some time."""
+    def wait_for_room(self) -> None:
+        """Return when more can be sent, when the connection has ended, or after a second."""
         with contextlib.suppress(ValueError):  # the socket has been closed: sending says so
             poll = select.poll()
             poll.register(self._socket.fileno(), select.POLLOUT)
-            poll.poll(1000 * seconds)
+            poll.poll(1000)
 
     def receive(self) -> Frame:
         """The next frame.

@@ -130,14 +130,12 @@ def open_store(address: str, world: int, timeout: float) -> TCPStore:
         )
 
 
-def join_world(rank: int, world: int, store: TCPStore, device: torch.device, timeout: float) -> None:
-    """Join the other processes of the job; all of them do so at the same time."""
-    dist.init_process_group(
-        backend(device), store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
-    )
+def join_world(host: "Host", address: str, port: int, world: int, timeout: float) -> None:
+    """Join the other processes of the job, whose store is at that address; all of them do so at the same time."""
+    _begin_world(backend(host.device), host, TCPStore(address, port, world), world, timeout)
 
 
-def rejoin_world(rank: int, world: int, store: TCPStore, timeout: float) -> None:
+def rejoin_world(host: "Host", address: str, port: int, world: int, timeout: float) -> None:
     """Take the place of a process that is gone, without the others.
 
     The group of all cannot be joined again: the others have theirs. Here it is torch's fake one, through which nothing
@@ -145,7 +143,11 @@ def rejoin_world(rank: int, world: int, store: TCPStore, timeout: float) -> None
     """
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
-    dist.init_process_group("fake", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    _begin_world("fake", host, TCPStore(address, port, world), world, timeout)
+
+
+def _begin_world(kind: str, host: "Host", store: TCPStore, world: int, timeout: float) -> None:
+    dist.init_process_group(kind, store=store, rank=host.slot, world_size=world, timeout=timedelta(seconds=timeout))
 
 
 def leave_world() -> None:

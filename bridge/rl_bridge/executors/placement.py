@@ -142,18 +142,11 @@ def bundles(workers: int | None, slots: Sequence[Resources] | None, cluster: Res
     return tuple({"GPU": 1.0, "CPU": 1.0} if gpus else {"CPU": 1.0} for _ in range(count))
 
 
-def check_feasible(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) -> None:
-    """Refuse what a cluster that does not grow will never have. ``nodes``: all resources, used or not.
-
-    Raises:
-        ValueError: no node has what a slot needs, or all nodes together have not enough.
-    """
-    if trouble := lacking(wanted, nodes):
-        raise ValueError(trouble)
-
-
 def lacking(wanted: Sequence[Resources], nodes: Mapping[str, Resources]) -> str:
-    """The resources that these nodes will never have room for, in words; empty if there are none."""
+    """The resources that these nodes will never have room for, in words; empty if there are none.
+
+    ``nodes``: all resources, used or not. Either no node has what a slot needs, or all together have not enough.
+    """
     present = "; ".join(f"node {node}: {_described(resources)}" for node, resources in nodes.items())
     for number, bundle in enumerate(wanted):
         if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes.values()):

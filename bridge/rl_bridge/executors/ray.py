@@ -23,14 +23,13 @@ from rl_bridge.executors.driver import RemoteExecutor, Worker
 from rl_bridge.executors.executor import DeadlineExceeded, Slot, WorkerDied
 from rl_bridge.executors.host import (
     Host,
-    TCPStore,
     join_world,
     leave_world,
     open_store,
     rejoin_world,
     use_gloo_interface,
 )
-from rl_bridge.executors.placement import Resources, bundles, check_feasible, lacking
+from rl_bridge.executors.placement import Resources, bundles, lacking
 from rl_bridge.executors.serving import serve
 from rl_bridge.executors.slots import Remote
 
@@ -128,7 +127,7 @@ class RayExecutor(RemoteExecutor):
         address = "127.0.0.1" if self._single_node else ray.util.get_node_ip_address()
         self._store = open_store(address, world, timeout)
         everyone = dict.fromkeys((slot.index for slot in self.slots), (address, self._store.port, world, timeout))
-        self.call(_join_world, everyone, what="start", timeout=timeout)
+        self.call(join_world, everyone, what="start", timeout=timeout)
         self._joined = everyone
 
     def revive(self) -> list[int]:
@@ -145,9 +144,9 @@ class RayExecutor(RemoteExecutor):
         everyone = [*({worker.slot: worker for worker in workers} | self._alive()).values()]
         self._replace([started.get(slot.index, slot) for slot in self.slots], everyone)
         joined = {slot: self._joined[slot] for slot in dead}
-        self.call(_rejoin_world, joined, what="revive", timeout=self._start_timeout)
+        self.call(rejoin_world, joined, what="revive", timeout=self._start_timeout)
         arguments = dict.fromkeys((slot.index for slot in self.slots), (dict(self._lives),))
-        self.call(_count_lives, arguments, what="revive", timeout=self._start_timeout)
+        self.call(Host.count_lives, arguments, what="revive", timeout=self._start_timeout)
         return dead
 
     def restart(self) -> None:
@@ -265,10 +264,10 @@ def _nodes() -> dict[str, Resources]:
 
 
 def _reserve(bundles: Sequence[dict[str, float]], timeout: float, *, grows: bool) -> PlacementGroup:
-    # A cluster of somebody else's may start nodes when they are asked for, and does not say so.
-    if not grows:
-        check_feasible(bundles, _nodes())
-    elif trouble := lacking(bundles, _nodes()):
+    if trouble := lacking(bundles, _nodes()):
+        # A cluster of somebody else's may start nodes when they are asked for, and does not say so.
+        if not grows:
+            raise ValueError(trouble)
         logger.warning("%s; this waits %g s for the cluster to grow (start_timeout)", trouble, timeout)
     group = placement_group(list(bundles), strategy="PACK")
     if not group.wait(timeout):
@@ -291,15 +290,3 @@ def _reason(reference: Any, timeout: float) -> str:
     except RayError as error:
         return str(error)
     return ""
-
-
-def _join_world(host: Host, address: str, port: int, world: int, timeout: float) -> None:
-    join_world(host.slot, world, TCPStore(address, port, world), host.device, timeout)
-
-
-def _rejoin_world(host: Host, address: str, port: int, world: int, timeout: float) -> None:
-    rejoin_world(host.slot, world, TCPStore(address, port, world), timeout)
-
-
-def _count_lives(host: Host, lives: dict[int, int]) -> None:
-    host.count_lives(lives)

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -88,13 +88,8 @@ def use_device(host: Host) -> None:
         torch.cuda.set_device(host.device)
 
 
-def encode_call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Buffer]:
-    """A call without its step, which is known when the call is sent."""
-    return dumps((function, arguments))
-
-
 def with_step(encoded: Sequence[Buffer], step: Step | None) -> list[Buffer]:
-    """The parts of a frame."""
+    """The parts of a frame: (function, arguments) as bytes, and the step, which is known when the call is sent."""
     return [*encoded, b"" if step is None else pickle.dumps(step)]
 
 

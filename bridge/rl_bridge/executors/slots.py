@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_bridge.executors.calls import Call, Step, join
-from rl_bridge.executors.channel import Buffer, Channel, loads, refuse_dtensors, views_of
+from rl_bridge.executors.channel import Buffer, Channel, dumps, loads, refuse_dtensors, views_of
 from rl_bridge.executors.executor import WorkerDied, worker_error
 from rl_bridge.executors.host import Host
 from rl_bridge.executors.serving import (
@@ -21,7 +21,6 @@ from rl_bridge.executors.serving import (
     WHERE,
     OnError,
     decode_error,
-    encode_call,
     use_device,
     where,
     with_step,
@@ -203,7 +202,7 @@ class Outbox:
                     self._changed.wait()
                 if self._closed:
                     return
-            self._channel.wait_for_room(1.0)
+            self._channel.wait_for_room()
             try:
                 self._send()
             except OSError:
@@ -245,7 +244,7 @@ class Remote:
     @staticmethod
     def encode(function: Callable[..., Any], arguments: tuple) -> list[Buffer]:
         """The bytes of a call."""
-        return encode_call(function, arguments)
+        return dumps((function, arguments))
 
     def send(self, call: Call, encoded: list[Buffer], step: Step | None = None) -> Outgoing | None:
         """Send a call. To a process that is gone it fails at once."""

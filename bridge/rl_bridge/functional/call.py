@@ -8,7 +8,7 @@ import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,12 +79,15 @@ class Program:
         return bool(eval(self._conditions, self._namespace, dict(zip(self._symbols, sizes, strict=True))))
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        results = self._function(*tensors)
-        if self._static:
-            rest = iter(results)
-            count = len(results) + len(self._static)
-            results = [self._static[i] if i in self._static else next(rest) for i in range(count)]
-        return jax.tree.unflatten(self._tree, results)
+        return jax.tree.unflatten(self._tree, with_static(self._function(*tensors), self._static))
+
+
+def with_static(results: Sequence[Any], static: Mapping[int, Any]) -> Sequence[Any]:
+    """All leaves of a result: the arrays, and in their places those that are none."""
+    if not static:
+        return results
+    rest = iter(results)
+    return [static[i] if i in static else next(rest) for i in range(len(results) + len(static))]
 
 
 _LIMIT = 512  # programs that one function keeps: a static argument that changes at every call must not fill the memory
@@ -170,17 +173,23 @@ class _Lowering:
             if program.allows(distinct):
                 return program
         arguments = traced_arguments(leaves, caller)
-        shapes = [tuple(trace.at_hand(size) for size in x.shape) for x in tensors]
+
+        def traced(shapes: Sequence[Any], symbols: tuple[str, ...] = ()) -> Program:
+            result = trace.trace(self.fn, tree, leaves, arguments, shapes, symbols)
+            return Program(result, [x.dtype for x in tensors], self.name)
+
         if self.dynamic and family not in self._fixed:
             try:
-                program = self._trace_symbolic(leaves, tree, tensors, arguments, rows, distinct)
+                with trace.symbolic(rows, [trace.at_hand(size) for size in distinct]) as (shapes, verdicts):
+                    program = traced(shapes, verdicts.names)
+                program = program.under(verdicts.conditions())
             except jax.errors.InconclusiveDimensionOperation as error:
                 _bound(self._fixed)
                 self._fixed[family] = None
                 reason = str(error).splitlines()[0]
                 warnings.warn(f"{caller} is traced for every new shape: {reason}", stacklevel=4)
             except Exception as error:
-                self._trace(leaves, tree, tensors, arguments, shapes, ())  # raises with these sizes in its message
+                traced([tuple(map(trace.at_hand, x.shape)) for x in tensors])  # raises with these sizes in its message
                 error.add_note(
                     f"{caller} fails for symbolic sizes alone: from_jax(..., dynamic=False) takes each as it is"
                 )
@@ -191,33 +200,7 @@ class _Lowering:
                 # True here; under torch.compile the question makes the conditions its guards.
                 if program.allows(distinct):
                     return program
-        shapes = [tuple(int(size) for size in x.shape) for x in tensors]  # under torch.compile a guard on each size
-        return self._trace(leaves, tree, tensors, arguments, shapes, ())
-
-    def _trace_symbolic(
-        self,
-        leaves: Sequence[Any],
-        tree: Any,
-        tensors: Sequence[torch.Tensor],
-        arguments: Sequence[trace.Argument],
-        rows: Any,
-        distinct: Sequence[Any],
-    ) -> Program:
-        with trace.symbolic(rows, [trace.at_hand(size) for size in distinct]) as (shapes, verdicts):
-            program = self._trace(leaves, tree, tensors, arguments, shapes, verdicts.names)
-        return program.under(verdicts.conditions())
-
-    def _trace(
-        self,
-        leaves: Sequence[Any],
-        tree: Any,
-        tensors: Sequence[torch.Tensor],
-        arguments: Sequence[trace.Argument],
-        shapes: Sequence[Any],
-        names: tuple[str, ...],
-    ) -> Program:
-        closed, out, static_out = trace.trace(self.fn, tree, leaves, arguments, shapes)
-        return Program(trace.Traced(closed, out, static_out, names), [x.dtype for x in tensors], self.name)
+        return traced([tuple(map(int, x.shape)) for x in tensors])  # under torch.compile a guard on each size
 
 
 def _bound(cache: dict[Any, Any]) -> None:

@@ -154,6 +154,13 @@ class Builder:
         aval = eqn.outvars[index].aval
         return self.tensor(code, tuple(aval.shape), aval.dtype, alias=alias)
 
+    def outs(self, code: str, eqn: Any, *, alias: bool = False) -> list[Value]:
+        """The values of an equation with several results, which `code` gives one after another."""
+        avals = [var.aval for var in eqn.outvars]
+        pairs = [(tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals]
+        names = self.emit(code, len(avals))
+        return [Value(n, s, d, s, aliases_input=alias) for n, (s, d) in zip(names, pairs, strict=True)]
+
     def scalar(self, value: Value) -> str:
         """Source for an operand that must be a tensor but may broadcast."""
         if not value.is_number:

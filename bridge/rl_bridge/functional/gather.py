@@ -23,6 +23,14 @@ class Indexing:
     batch: tuple[tuple[int, int], ...]
     mode: str  # "fill", "clip" or "promise"
 
+    def outer(self, rank: int) -> list[int]:
+        """Dimensions of a result of this rank that run over slices."""
+        return [d for d in range(rank) if d not in self.window]
+
+    def inner(self, rank: int) -> list[int]:
+        """Dimensions of an operand of this rank that run inside a slice."""
+        return [d for d in range(rank) if d not in self.collapsed and d not in [o for o, _ in self.batch]]
+
 
 def _starts(shape: Sequence[int], sizes: Sequence[int], indices: Tensor, how: Indexing) -> tuple[list[Tensor], Any]:
     """The index components, brought in range, and where all of them were in range (None: everywhere)."""
@@ -41,30 +49,30 @@ def _starts(shape: Sequence[int], sizes: Sequence[int], indices: Tensor, how: In
 
 def _positions(
     shape: Sequence[int], sizes: Sequence[int], starts: Sequence[Tensor], how: Indexing, rank: int, device: torch.device
-) -> tuple[list[Tensor], list[int]]:
-    """For each dimension of the operand, its index for every entry of the result; and the result's batch dimensions."""
-    outer = [d for d in range(rank) if d not in how.window]
-
-    def at(x: Tensor, dims: Sequence[int]) -> Tensor:
-        view = [1] * rank
-        for dim, size in zip(dims, x.shape, strict=True):
-            view[dim] = size
-        return x.reshape(view)
-
-    inner = [d for d in range(len(shape)) if d not in how.collapsed and d not in [o for o, _ in how.batch]]
+) -> list[Tensor]:
+    """For each dimension of the operand, its index for every entry of the result."""
+    outer, inner = how.outer(rank), how.inner(len(shape))
     positions: list[Tensor] = []
     for dim in range(len(shape)):
         terms: list[Tensor] = []
         if dim in how.indexed:
-            terms.append(at(starts[how.indexed.index(dim)], outer))
+            terms.append(_along(outer, starts[how.indexed.index(dim)], rank))
         for operand_dim, indices_dim in how.batch:
             if operand_dim == dim:
-                terms.append(at(torch.arange(shape[dim], device=device), [outer[indices_dim]]))
+                terms.append(_along([outer[indices_dim]], torch.arange(shape[dim], device=device), rank))
         if dim in inner and sizes[dim] != 1:
-            terms.append(at(torch.arange(sizes[dim], device=device), [how.window[inner.index(dim)]]))
+            terms.append(_along([how.window[inner.index(dim)]], torch.arange(sizes[dim], device=device), rank))
         zero = torch.zeros((1,) * rank, dtype=torch.long, device=device)
         positions.append(sum(terms[1:], terms[0]) if terms else zero)
-    return positions, outer
+    return positions
+
+
+def _along(dims: Sequence[int], x: Tensor, rank: int) -> Tensor:
+    """The tensor with its dimensions at these places of `rank`, and 1 elsewhere."""
+    view = [1] * rank
+    for dim, size in zip(dims, x.shape, strict=True):
+        view[dim] = size
+    return x.reshape(view)
 
 
 def gather(operand: Tensor, indices: Tensor, how: Indexing, sizes: tuple[int, ...], fill: Any) -> Tensor:
@@ -93,21 +101,17 @@ def gather(operand: Tensor, indices: Tensor, how: Indexing, sizes: tuple[int, ..
         inner = iter([d if d < axis else d + starts[0].dim() - 1 for d in others])
         result = result.permute([next(inner) if d in how.window else next(outer) for d in range(rank)])
     else:
-        positions, _ = _positions(shape, sizes, starts, how, rank, operand.device)
-        window = [d for d in range(len(shape)) if d not in how.collapsed and d not in [o for o, _ in how.batch]]
+        positions = _positions(shape, sizes, starts, how, rank, operand.device)
         full = [0] * rank
-        for place, dim in zip(how.window, window, strict=True):
+        for place, dim in zip(how.window, how.inner(len(shape)), strict=True):
             full[place] = sizes[dim]
-        for place, size in zip([d for d in range(rank) if d not in how.window], indices.shape[:-1], strict=True):
+        for place, size in zip(how.outer(rank), indices.shape[:-1], strict=True):
             full[place] = size
         result = operand[tuple(p.expand(full) for p in positions)] if positions else operand.expand(full)
     if valid is None:
         return result
-    outer_dims = [d for d in range(rank) if d not in how.window]
-    view = [1] * rank
-    for dim, size in zip(outer_dims, valid.shape, strict=True):
-        view[dim] = size
-    return torch.where(valid.reshape(view), result, torch.full((), fill, dtype=result.dtype, device=result.device))
+    empty = torch.full((), fill, dtype=result.dtype, device=result.device)
+    return torch.where(_along(how.outer(rank), valid, rank), result, empty)
 
 
 def slice_at(operand: Tensor, start: int, count: int, how: Indexing, sizes: tuple[int, ...], fill: Any) -> Tensor:
@@ -130,21 +134,18 @@ def scatter(operand: Tensor, indices: Tensor, updates: Tensor, how: Indexing, ki
     `unique`: no entry is written twice. JAX has a gradient of scatter-mul for such indices alone.
     """
     shape = operand.shape
-    window = [d for d in range(len(shape)) if d not in how.collapsed and d not in [o for o, _ in how.batch]]
     sizes = [1] * len(shape)
-    for place, dim in zip(how.window, window, strict=True):
+    for place, dim in zip(how.window, how.inner(len(shape)), strict=True):
         sizes[dim] = updates.shape[place]
     starts, valid = _starts(shape, sizes, indices, how)
-    positions, outer = _positions(shape, sizes, starts, how, updates.dim(), operand.device)
+    positions = _positions(shape, sizes, starts, how, updates.dim(), operand.device)
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     linear = torch.zeros((1,) * updates.dim(), dtype=torch.long, device=operand.device)
     for position, stride in zip(positions, strides, strict=True):
         linear = linear + position * stride
     if valid is not None:
-        view = [1] * updates.dim()
-        for dim, size in zip(outer, valid.shape, strict=True):
-            view[dim] = size
-        linear = torch.where(valid.reshape(view), linear, operand.numel())
+        inside = _along(how.outer(updates.dim()), valid, updates.dim())
+        linear = torch.where(inside, linear, operand.numel())
     linear = linear.expand(updates.shape).reshape(-1)
     values = updates.reshape(-1)
     flat = torch.cat([operand.reshape(-1), operand.new_zeros(1)])

@@ -204,34 +204,25 @@ def cumulative_extremum(x: Tensor, axis: int, largest: bool, reverse: bool) -> T
     """In JAX's order of operations, which decides how a tie shares its gradient (torch.cummax gives all to one)."""
     pick = torch.maximum if largest else torch.minimum
     x = torch.flip(x, (axis,)) if reverse else x
-    (result,) = _scan_forward(lambda a, b: (pick(a, b),), [x], axis)
+    result = _scan_forward(pick, x, axis)
     return torch.flip(result, (axis,)) if reverse else result
 
 
-def _scan_forward(combine: Callable[..., Sequence[Tensor]], elements: list[Tensor], axis: int) -> list[Tensor]:
-    size = elements[0].shape[axis]
+def _scan_forward(pick: Callable[[Tensor, Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
+    size = x.shape[axis]
     if size < 2:
-        return elements
+        return x
 
     def cut(x: Tensor, start: int, stop: int, step: int = 1) -> Tensor:
         return x[(slice(None),) * axis + (slice(start, stop, step),)]
 
     pairs = size // 2
-    left, right = [cut(e, 0, 2 * pairs, 2) for e in elements], [cut(e, 1, size, 2) for e in elements]
-    odd = _scan_forward(combine, list(combine(*left, *right)), axis)
+    odd = _scan_forward(pick, pick(cut(x, 0, 2 * pairs, 2), cut(x, 1, size, 2)), axis)
+    even = cut(x, 0, 1)
     later = (size + 1) // 2 - 1  # even positions after the first
     if later:
-        even = combine(*[cut(o, 0, later) for o in odd], *[cut(e, 2, size, 2) for e in elements])
-        even = [torch.cat([cut(e, 0, 1), tail], axis) for e, tail in zip(elements, even, strict=True)]
-    else:
-        even = [cut(e, 0, 1) for e in elements]
-    return [_interleave(e, o, axis, size) for e, o in zip(even, odd, strict=True)]
-
-
-def _interleave(even: Tensor, odd: Tensor, axis: int, size: int) -> Tensor:
-    pairs = size // 2
-    head = even.narrow(axis, 0, pairs)
-    woven = torch.stack([head, odd], axis + 1).flatten(axis, axis + 1)
+        even = torch.cat([even, pick(cut(odd, 0, later), cut(x, 2, size, 2))], axis)
+    woven = torch.stack([even.narrow(axis, 0, pairs), odd], axis + 1).flatten(axis, axis + 1)
     return torch.cat([woven, even.narrow(axis, pairs, 1)], axis) if size % 2 else woven
 
 

@@ -179,9 +179,14 @@ class Argument:
 
 
 def trace(
-    fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], arguments: Sequence[Argument], shapes: Sequence[Any]
-) -> tuple[Any, Any, dict[int, Any]]:
-    """The jaxpr of `fn` in `arguments`, the tree of its result, and the result's leaves that are no arrays."""
+    fn: Callable[..., Any],
+    tree: Any,
+    leaves: Sequence[Any],
+    arguments: Sequence[Argument],
+    shapes: Sequence[Any],
+    symbols: tuple[str, ...],
+) -> Traced:
+    """The jaxpr of `fn` in `arguments` of these `shapes`, in which the `symbols` are sizes."""
     structure: dict[str, Any] = {}
 
     def flat(*values: Any) -> list[Any]:
@@ -196,4 +201,4 @@ def trace(
 
     structs = [jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in zip(shapes, arguments, strict=True)]
     closed = jax.make_jaxpr(flat)(*structs)
-    return closed, structure["tree"], structure["static"]
+    return Traced(closed, structure["tree"], structure["static"], symbols)

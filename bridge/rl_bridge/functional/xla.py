@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_bridge.functional import runtime
-from rl_bridge.functional.call import as_torch_function, static_key, traced_arguments
+from rl_bridge.functional.call import as_torch_function, static_key, traced_arguments, with_static
 from rl_bridge.functional.crossing import is_float, jax_dtype, refuse_fork, require_plain, torch_dtype, wide_types
 
 _CALLS: dict[str, "_Call"] = {}
@@ -91,11 +91,7 @@ class _Call:
         ]
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
-        rest = iter(results)
-        count = len(results) + len(self._static)
-        return jax.tree.unflatten(
-            self._out, [self._static[i] if i in self._static else next(rest) for i in range(count)]
-        )
+        return jax.tree.unflatten(self._out, with_static(results, self._static))
 
 
 def to_array(x: Tensor) -> jax.Array:

@@ -163,7 +163,7 @@ class Ahead:
 
     def parts(self) -> dict[str, Engine | Stateful]:
         """Requests and results up to the rows that are trained on."""
-        return dict(self._sampler.state())
+        return {"rollouts": self._sampler}
 
     def settings(self) -> dict[str, Any]:
         """The sampling, how far rollouts run ahead, and what is made of the rewards."""

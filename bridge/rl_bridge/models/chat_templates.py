@@ -335,12 +335,10 @@ def next_header(tokenizer: PreTrainedTokenizerBase) -> str | None:
 
     Such a template knows no end of a turn: the first one of Meta-Llama-3-8B-Instruct was of this kind.
     """
-    template = _templates_of(tokenizer)
-    checked: tuple[str, str | None] | None = getattr(tokenizer, "template_header", None)
-    if checked is None or checked[0] != template:
-        checked = template, _next_header(tokenizer)
-        tokenizer.template_header = checked
-    return checked[1]
+    memory = memory_of(tokenizer, "header")
+    if "header" not in memory:
+        memory["header"] = _next_header(tokenizer)
+    return memory["header"]
 
 
 def _next_header(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
 from rl_bridge.models.model_folder import ADAPTER
-from rl_bridge.models.model_source import ModelSource, device_of
+from rl_bridge.models.model_source import ModelSource, made_on
 from rl_bridge.models.stored_tensors import SafetensorsFolder, require_finite
-from rl_bridge.parallel.fsdp import materialize, part_of
+from rl_bridge.parallel.fsdp import part_of
 from rl_bridge.weights.manifest import local
 
 if TYPE_CHECKING:
@@ -90,17 +89,14 @@ class LoRASource:
         Raises:
             ValueError: as the base's source does; or the folder ``adapter`` holds another kind of adapter.
         """
-        device = device_of(model) if device is None else device
-        if any(parameter.is_meta for parameter in model.parameters()):
-            materialize(model, device)
+        device = made_on(model, device)
         with _without_adapters(model) as base:
             self.source.load(base, device)
         names = {name: p for name, p in model.named_parameters() if _FACTOR.search(name)}
         values = self._initial_values(names) if self.adapter is None else self._stored(model, names)
         with torch.no_grad():
             for name, value in values:
-                target = names[name]
-                (target.to_local() if isinstance(target, DTensor) else target).copy_(value)
+                local(names[name]).copy_(value)
 
     def _config(self, base: PreTrainedModel, targets: Targets) -> "LoraConfig":
         modules = dict(base.named_modules())

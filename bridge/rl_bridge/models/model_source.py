@@ -28,7 +28,7 @@ from rl_bridge.models.stored_tensors import (
 )
 from rl_bridge.parallel.fsdp import materialize, part_of
 from rl_bridge.parallel.heads import GivesLogits
-from rl_bridge.weights.manifest import is_peft
+from rl_bridge.weights.manifest import is_peft, local
 
 # Whole models: the structure first, on any device, and the weights later, each worker its own part.
 
@@ -157,15 +157,21 @@ class StateSource:
 
 def fill(model: PreTrainedModel, stored: StoredTensors, device: torch.device | None = None) -> None:
     """Load the weights: make what is on the meta device, fill it, compute the buffers that are not stored."""
-    device = device_of(model) if device is None else device
-    if any(parameter.is_meta for parameter in model.parameters()):
-        materialize(model, device)
+    device = made_on(model, device)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
     fill_parameters(model, stored)
     fill_computed_buffers(model, device)
+
+
+def made_on(model: PreTrainedModel, device: torch.device | None) -> torch.device:
+    """The device of ``ModelSource.load``, on which parameters that were on the meta device have memory now."""
+    device = device_of(model) if device is None else device
+    if any(parameter.is_meta for parameter in model.parameters()):
+        materialize(model, device)
+    return device
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -272,9 +278,7 @@ class ValueSource:
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Load the trunk as ``source`` does, then fill the head."""
-        device = device_of(model) if device is None else device
-        if any(parameter.is_meta for parameter in model.parameters()):
-            materialize(model, device)
+        device = made_on(model, device)
         self.source.load(self._language_model(model), device)
         head: Any = getattr(model, HEAD).weight
         whole = torch.zeros(head.shape, device="cpu")
@@ -282,7 +286,7 @@ class ValueSource:
             generator = torch.Generator().manual_seed(self.seed)
             whole.normal_(0.0, whole.shape[1] ** -0.5, generator=generator)
         with torch.no_grad():
-            (head.to_local() if isinstance(head, DTensor) else head).copy_(whole[part_of(head)])
+            local(head).copy_(whole[part_of(head)])
 
     def _language_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """The language model that ``source`` knows, around the trunk of ``model``; its output embeddings take no room.

@@ -23,11 +23,17 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.modeling_outputs import CausalLMOutput
 
 from rl_bridge.common.random_numbers import drawing_from, generators
-from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_files import callable_in
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.models.model_folder import OWN, require_floats
 from rl_bridge.models.model_source import device_of, fill
-from rl_bridge.models.stored_tensors import ONE_FILE, SafetensorsFolder, TensorsInHand, require_fit
+from rl_bridge.models.stored_tensors import (
+    ONE_FILE,
+    SafetensorsFolder,
+    TensorsInHand,
+    computed_buffers,
+    require_fit,
+)
 from rl_bridge.parallel.attention import AttentionPlan
 from rl_bridge.parallel.heads import GivesLogits
 
@@ -311,16 +317,11 @@ class FileFactory:
 
     def __call__(self) -> nn.Module:
         """A new module."""
-        return _loaded(self.path, self.name)()
+        return self.loaded()()
 
-
-@functools.lru_cache(maxsize=64)
-def _loaded(path: str, name: str) -> Any:
-    """The class of that name, whose file is run once in a process."""
-    value = getattr(load_file(Path(path), "model"), name, None)
-    if not callable(value):
-        raise ValueError(f"{path} has no class or function {name!r} that makes a model")
-    return value
+    def loaded(self) -> Any:
+        """The class, whose file is run once in a process."""
+        return callable_in(self.path, self.name, "model", "class or function {!r} that makes a model")
 
 
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
@@ -342,7 +343,7 @@ def factory_of(name: str) -> FileFactory:
     if match is None:
         raise ValueError(f"a model class is named FILE.py:Class, got {name!r}")
     factory = FileFactory(str(Path(match[1]).resolve()), match[2])
-    _loaded(factory.path, factory.name)
+    factory.loaded()
     return factory
 
 
@@ -386,15 +387,13 @@ class OwnSource:
         Raises:
             ValueError: weights that do not fit the class, by name; or a file that is not safetensors.
         """
-        computed = _unstored(model)
+        computed = computed_buffers(model)
         if self.weights is None:
             self._require_repeatable()
         new = self._new() if self.weights is None or computed else None
-        for name in computed:  # A table that the class computes and does not store.
+        for path, module, name, _ in computed:  # A table that the class computes and does not store.
             assert new is not None
-            owner, _, buffer = name.rpartition(".")
-            values = new.get_buffer(name).to(device_of(model) if device is None else device)
-            model.get_submodule(owner)._buffers[buffer] = values
+            module._buffers[name] = new.get_buffer(path).to(device_of(model) if device is None else device)
         if self.weights is None:
             assert new is not None
             fill(model, TensorsInHand(new.state_dict()), device)
@@ -447,16 +446,6 @@ class OwnSource:
 def _kind(name: str) -> type[OwnModel]:
     """A class with the name of the user's, which messages show."""
     return type(name, (OwnModel,), {"__module__": __name__, "__doc__": OwnModel.__doc__})
-
-
-def _unstored(model: nn.Module) -> list[str]:
-    """Names of buffers without values that no file of weights holds."""
-    return [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-    ]
 
 
 def own_source(

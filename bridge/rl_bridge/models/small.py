@@ -105,17 +105,8 @@ class TinySource:
             return self.empty()
 
 
-def tiny_qwen2(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    hidden: int = 128,
-    layers: int = 4,
-    heads: int = 4,
-    max_positions: int = 512,
-    seed: int = 0,
-) -> Qwen2ForCausalLM:
-    """The model of a ``TinySource`` for this tokenizer."""
-    sizes = {"hidden": hidden, "layers": layers, "heads": heads, "max_positions": max_positions, "seed": seed}
+def tiny_qwen2(tokenizer: PreTrainedTokenizerBase, **sizes: Any) -> Qwen2ForCausalLM:
+    """The model of ``TinySource.for_tokenizer``."""
     return TinySource.for_tokenizer(tokenizer, **sizes).whole()
 
 

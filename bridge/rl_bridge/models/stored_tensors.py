@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.fsdp import part_of
+from rl_bridge.weights.manifest import local
 
 # Named tensors that are read a part at a time: from safetensors files, or from tensors in hand.
 
@@ -151,15 +151,15 @@ def fill_parameters(model: nn.Module, stored: StoredTensors) -> None:
         for other in present[1:]:
             if not torch.equal(stored.read(other, index), values):
                 raise ValueError(f"{present[0]!r} and {other!r} are one tensor in the model, but differ where stored")
-        local = target.to_local() if isinstance(target, DTensor) else target
-        if not local.is_floating_point() and not torch.equal(values.to(local.dtype).to(values.dtype), values):
+        own = local(target)
+        if not own.is_floating_point() and not torch.equal(values.to(own.dtype).to(values.dtype), values):
             raise ValueError(
-                f"{present[0]!r} is {local.dtype} in the model, and {values.dtype} with other numbers where stored"
+                f"{present[0]!r} is {own.dtype} in the model, and {values.dtype} with other numbers where stored"
             )
-        local.copy_(values)
+        own.copy_(values)
         file = stored.file_of(present[0])
         if file is not None and isinstance(target, nn.Parameter):  # a buffer may hold −inf, as masks do
-            require_finite(local, present[0], file)
+            require_finite(own, present[0], file)
 
 
 def require_finite(values: Tensor, name: str, file: Path) -> None:
@@ -189,12 +189,7 @@ def fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
     Raises:
         ValueError: such a buffer that transformers does not compute.
     """
-    computed = [
-        (f"{path}.{name}" if path else name, module, name, buffer)
-        for path, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
-    ]
+    computed = computed_buffers(model)
     if not computed:
         return
     results = []
@@ -207,6 +202,16 @@ def fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
     for (path, *_), first, second in zip(computed, *results, strict=True):
         if first.is_meta or not torch.equal(first, second):
             raise ValueError(f"{path} of {type(model).__name__} is not stored, and nothing computes it")
+
+
+def computed_buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    """Buffers without values that no file of weights holds: (full name, module, name, buffer) of each."""
+    return [
+        (f"{path}.{name}" if path else name, module, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]
 
 
 def _initialize(module: nn.Module, owner: PreTrainedModel) -> None:
@@ -258,8 +263,9 @@ def require_fit(model: nn.Module, stored: StoredTensors) -> dict[Tensor, list[st
     names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    persistent = _persistent(model)
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in _persistent(model):
+        if name in persistent:
             names.setdefault(buffer, []).append(name)
     missing = [aliases[0] for aliases in names.values() if not any(name in stored.shapes for name in aliases)]
     expected = {name for aliases in names.values() for name in aliases}

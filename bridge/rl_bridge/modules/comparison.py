@@ -316,9 +316,7 @@ class ComparisonModule(Trainable, ComparisonScorer):
         for places, part in self.balanced_pairs(batch):
             outputs = self.outputs(part)
             weights = gradient[places].to(outputs) if len(places) else torch.zeros_like(outputs)
-            term = None if self.balance is None else self.balance.term()
-            pairs = [(outputs, weights)] + ([] if term is None else [(term, torch.ones_like(term))])
-            torch.autograd.backward([x for x, _ in pairs], [x for _, x in pairs])
+            self.backward_through_values([(outputs, weights)])
 
     def balanced_pairs(self, batch: PairBatch) -> Iterator[PairPart]:
         """``balanced`` for micro-batches of comparisons."""

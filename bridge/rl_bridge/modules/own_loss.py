@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import torch
 
-from rl_bridge.common.user_files import load_file
+from rl_bridge.common.user_files import callable_in
 from rl_bridge.functional import from_jax
 from rl_bridge.functional.torch_call import torch_call
 from rl_fn import Batch
@@ -24,6 +24,8 @@ GIVEN = ("logprobs", "mask")
 READABLE = ("old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs", "entropies", "correct", "noise")
 """Fields that a loss may ask for."""
 TOLERANCE = 1e-5
+_FORM = ("loss", "function {!r}")
+"""A file of losses, as errors name what it holds."""
 
 
 class LossBatch:
@@ -157,12 +159,7 @@ class _Trial:
 
     def _require_repeatable(self, tokens: Mapping[str, torch.Tensor], *first: torch.Tensor) -> None:
         """Refuse other numbers for the same batch, of which padding and other completions are not the cause."""
-        again = self._differentiated(tokens)
-        mask = tokens["mask"]
-        if not all(
-            torch.allclose(a[mask], b[mask], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
-            for a, b in zip(first, again, strict=True)
-        ):
+        if not equal_where(first, self._differentiated(tokens), tokens["mask"]):
             raise ValueError(
                 f"the loss {self._name} gives other numbers for the same batch when it is called again: it may draw no "
                 "random numbers of its own (torch_loss(reads=('noise',)) has some) and change nothing that it reads"
@@ -230,7 +227,7 @@ class FileFunction:
 
     def __call__(self, batch: Any) -> Any:
         """The function's value."""
-        loaded = _loaded(self.path, self.name)
+        loaded = callable_in(self.path, self.name, *_FORM)
         return loaded.function(batch) if isinstance(loaded, TorchLoss) else loaded(batch)
 
 
@@ -245,22 +242,13 @@ def load_loss(source: str) -> TorchLoss | Custom:
     if match is None:
         raise ValueError(f"a loss is named FILE.py:name, got {source!r}")
     path, name = str(Path(match[1]).resolve()), match[2]
-    loaded, function = _loaded(path, name), FileFunction(path, name)
+    loaded, function = callable_in(path, name, *_FORM), FileFunction(path, name)
     if isinstance(loaded, TorchLoss):
         return replace(loaded, function=function)
     if isinstance(loaded, PerToken):
         declared = {option.name: getattr(loaded, option.name) for option in fields(Custom) if option.name != "function"}
         return Custom(function, **declared)
     return Custom(function)
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(path: str, name: str) -> Any:
-    """The object of that name, whose file is run once in a process."""
-    value = getattr(load_file(Path(path), "loss"), name, None)
-    if not callable(value):
-        raise ValueError(f"{path} has no function {name!r}")
-    return value
 
 
 def torch_loss(
@@ -328,7 +316,6 @@ def trial_batch(rows: int, width: int) -> dict[str, torch.Tensor]:
 
 
 def equal_where(left: Any, right: Any, mask: torch.Tensor) -> bool:
-    """Whether tensors are equal where the mask is True, up to rounding."""
-    return all(
-        torch.allclose(a[mask], b[mask], rtol=TOLERANCE, atol=TOLERANCE) for a, b in zip(left, right, strict=True)
-    )
+    """Whether tensors are equal where the mask is True, up to rounding; NaN equals itself."""
+    close = functools.partial(torch.allclose, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+    return all(close(a[mask], b[mask]) for a, b in zip(left, right, strict=True))

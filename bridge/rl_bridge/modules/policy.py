@@ -24,9 +24,6 @@ from rl_fn import Batch, Objective, Ratio
 
 # Coefficients of an objective's terms as arguments: a controller changes them between steps without a new trace.
 
-TERMS = ("kl", "reward_kl", "entropy")
-"""Slots of an objective whose component has a ``coef``."""
-
 
 def with_coefficients(objective: Objective, coefficients: Mapping[str, Any]) -> Objective:
     """The objective with other coefficients of the terms it has.
@@ -258,15 +255,11 @@ class PolicyModule(CausalLMModule):
         """Values in the loss of each watched row since the last call, by the row's number; see ``Watch``."""
         return self._watch.take()
 
-    def _apart(
-        self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None = None
-    ) -> dict[str, Any]:
+    def _apart(self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None) -> dict[str, Any]:
         logprobs, entropies = self(batch)
         return self._backward(batch, logprobs, entropies, numbers, marks)
 
-    def _fused(
-        self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None = None
-    ) -> dict[str, Any]:
+    def _fused(self, batch: TokenBatch, numbers: Mapping[str, float], marks: torch.Tensor | None) -> dict[str, Any]:
         if self._ranks("tensor") > 1 or self._ranks("sequence") > 1:
             raise ValueError(f"fused_loss needs the whole vocabulary and whole rows on each worker, got {self._mesh}")
         observer = None if marks is None else Seen(batch)
@@ -284,7 +277,7 @@ class PolicyModule(CausalLMModule):
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
         numbers: Mapping[str, float],
-        marks: torch.Tensor | None = None,
+        marks: torch.Tensor | None,
     ) -> dict[str, Any]:
         """Send the loss of these log-probabilities back through them; returns the metrics."""
         if marks is not None:
@@ -319,9 +312,7 @@ class PolicyModule(CausalLMModule):
                 for x, w in zip(self(part.batch), (logprobs, entropies), strict=True)
                 if w.grad is not None
             ]
-            term = None if self.balance is None else self.balance.term()
-            pairs += [] if term is None else [(term, torch.ones_like(term))]
-            torch.autograd.backward([x for x, _ in pairs], [gradient for _, gradient in pairs])
+            self.backward_through_values(pairs)
         return metrics | self.balance_metrics()
 
 

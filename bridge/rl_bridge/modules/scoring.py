@@ -22,7 +22,7 @@ from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.heads import token_logprobs
-from rl_bridge.parallel.mesh import AXES, agree_max
+from rl_bridge.parallel.mesh import AXES, agree_max_over
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
 
@@ -140,18 +140,12 @@ class Scorer(ParallelModule):
         if self.budget is None:
             assert self.scoring.micro_batch_tokens != "auto"
             return self.scoring.micro_batch_tokens
-        for axis in AXES:
-            if self._mesh is not None and self._ranks(axis) > 1:
-                self.budget.tokens = -int(agree_max(-self.budget.tokens, self._mesh.get_group(axis)))
+        self.budget.tokens = -int(agree_max_over(AXES, -self.budget.tokens, self._mesh))
         return self.budget.tokens
 
     def agreed_count(self, parts: int) -> int:
         """Forward passes that each worker makes, where this one has ``parts``: the most of all, and at least one."""
-        count = max(1, parts)
-        for axis in ("shard", "replicate"):
-            if self._mesh is not None and self._ranks(axis) > 1:
-                count = int(agree_max(count, self._mesh.get_group(axis)))
-        return count
+        return int(agree_max_over(("shard", "replicate"), max(1, parts), self._mesh))
 
     def documents(self, batch: TokenBatch, lengths: torch.Tensor) -> Documents | None:
         """The first ``lengths`` tokens of each row, [N], as one packed row; None where rows lie padded side by side.
@@ -185,6 +179,10 @@ class Scorer(ParallelModule):
     def packed_kwargs(self, documents: Documents) -> dict[str, Any]:
         """Arguments of the model's call with packed documents, beside the tokens."""
         return forward_kwargs(self.model, documents)
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The arithmetic of the model. Off as well as on: a caller's own would score a model otherwise than others."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.scoring.dtype == "bfloat16")
 
     def compute_device(self) -> torch.device:
         """Where the model computes: not where its weights lie if these are offloaded."""
@@ -282,10 +280,6 @@ class TokenScorer(Scorer):
         if batch.allowed_tokens is not None:
             fields.append(following(batch.allowed_tokens))
         return fields, self.documents(batch, (batch.lengths - 1).clamp(min=0))
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """The arithmetic of the model. Off as well as on: a caller's own would score a policy otherwise than others."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.scoring.dtype == "bfloat16")
 
     def _scores(
         self,

@@ -20,7 +20,8 @@ from rl_bridge.modules.router_balance import Part, require_whole_rows, router_ba
 from rl_bridge.modules.scoring import Scorer, ScoringConfig, TokenScorer
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import forget_pass
-from rl_bridge.parallel.mesh import AXES, agree_max, clip_grad_norm
+from rl_bridge.parallel.mesh import clip_grad_norm
+from rl_bridge.parallel.probe import any_worker
 
 # The optimiser's options and its schedule.
 
@@ -160,6 +161,12 @@ class Trainable(Scorer):
         loss.backward()
         self._losses_are_finite = self._losses_are_finite & torch.isfinite(loss.detach())
 
+    def backward_through_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Carry gradients on from values that the model computed, (value, gradient), as ``backward`` does of a loss."""
+        term = None if self.balance is None else self.balance.term()
+        pairs = [*pairs, *([] if term is None else [(term, torch.ones_like(term))])]
+        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+
     def _has_gradient(self) -> bool:
         """Whether a call has added to the gradient since the last ``optimizer_step`` or ``zero_grad``."""
         return any(parameter.grad is not None for parameter in self.trained_parameters())
@@ -218,7 +225,8 @@ class Trainable(Scorer):
         version = self.weights_version()
         require_states([self.optimizer])
         rate = self.optimizer.param_groups[0]["lr"]
-        skipped = self._any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))))
+        # A fault of one worker alone would let the copies drift apart.
+        skipped = any_worker(not (self._losses_are_finite and bool(torch.isfinite(norm))), self._mesh)
         if not skipped:
             self._update(version)
         self.optimizer.zero_grad(set_to_none=True)
@@ -242,14 +250,6 @@ class Trainable(Scorer):
                 self.weight_receiver().version = version
             raise
         self.weight_receiver().version = version + 1
-
-    def _any_worker(self, here: bool) -> bool:
-        """Whether it is so on any of the workers: else a fault of one of them would let the copies drift apart."""
-        vote = int(here)
-        for axis in AXES:
-            if self._mesh is not None and self._ranks(axis) > 1:
-                vote = agree_max(vote, self._mesh.get_group(axis))
-        return bool(vote)
 
     def optimizer_states(self) -> dict[str, Any]:
         """States of optimiser and schedule, by the names of the model's parameters."""

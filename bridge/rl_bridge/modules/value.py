@@ -48,8 +48,7 @@ class ValueScorer(Scorer):
         return self.after(batch).gather(1, scored_places(self.model, batch.tokens, batch.lengths)[:, None])[:, 0]
 
     def _after(self, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-        # Switched off as well as on: a caller's own autocast would change the values.
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.scoring.dtype == "bfloat16"):
+        with self.autocast(tokens.device):
             return token_values(self.model, tokens, **options)
 
     @returns("rows")

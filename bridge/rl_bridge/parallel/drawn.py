@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from rl_bridge.weights.manifest import local
 
 SCALES = (1.5, 0.5, 0.15)
 """Deviations of a matrix over the root of its fan-in, tried in this order: of a deep class the first may overflow."""
@@ -60,8 +61,7 @@ def fingerprint(model: nn.Module) -> str:
     """A hash of this worker's weights."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sums = local.detach().double()
+        sums = local(parameter).double()
         for value in (sums.sum(), sums.square().sum()):
             digest.update(repr(float(value)).encode())
     return digest.hexdigest()

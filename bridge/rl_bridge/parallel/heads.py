@@ -18,8 +18,6 @@ from rl_kernels import TokenLogprobs, linear_logprobs, linear_policy_loss, logit
 
 # Log-probabilities from hidden states and the output embeddings, wherever parallelism has put these.
 
-_LOGPROBS_METHOD = "_token_logprobs_of_targets"
-
 HeadKind = Literal["linear", "logits"]
 """Log-probabilities from hidden states and the output embeddings, or from the logits of the model's own forward."""
 
@@ -138,12 +136,7 @@ def token_logprobs(
     """
     options = {"temperature": temperature, "softcap": softcap, "mask": mask}
     options |= {"allowed_tokens": allowed_tokens, "backend": backend, "head": head}
-    gathering = getattr(model, _LOGPROBS_METHOD, None)
-    if gathering is None:
-        result = of_targets(model, ids, targets, options, forward_kwargs)
-    else:
-        result = gathering(ids, targets, options, forward_kwargs)
-        reshard_without_backward(model)
+    result = _gathered(model, of_targets, ids, targets, options, forward_kwargs)
     return result.logprobs, result.entropy if entropy else None
 
 
@@ -167,12 +160,7 @@ def token_loss(
     """
     head = {name: options.pop(name, None) for name in ("softcap", "mask", "allowed_tokens")}
     head |= {"temperature": options.pop("temperature", 1.0), "loss": loss, "rows": rows}
-    gathering = getattr(model, _LOGPROBS_METHOD, None)
-    if gathering is None:
-        return of_targets(model, ids, targets, head, options)
-    result = gathering(ids, targets, head, options)
-    reshard_without_backward(model)
-    return result
+    return _gathered(model, of_targets, ids, targets, head, options)
 
 
 def of_targets(
@@ -221,15 +209,7 @@ def _of_logits(
     return TokenLogprobs(*(value.clone() for value in result))
 
 
-def gather_head_for_logprobs(model: PreTrainedModel) -> None:
-    """Have FSDP gather the root's weights for ``token_logprobs`` as it does for ``forward``."""
-    object.__setattr__(model, _LOGPROBS_METHOD, types.MethodType(of_targets, model))
-    register_fsdp_forward_method(model, _LOGPROBS_METHOD)
-
-
 # One number for each token, from hidden states and a linear head, wherever parallelism has put these.
-
-_VALUES_METHOD = "_token_values_of_ids"
 
 
 def token_values(model: PreTrainedModel, ids: Tensor, **forward_kwargs: Any) -> Tensor:
@@ -240,12 +220,7 @@ def token_values(model: PreTrainedModel, ids: Tensor, **forward_kwargs: Any) -> 
         ids: [B, T].
         **forward_kwargs: of the model: attention_mask, position_ids, …
     """
-    gathering = getattr(model, _VALUES_METHOD, None)
-    if gathering is None:
-        return of_ids(model, ids, forward_kwargs)
-    values = gathering(ids, forward_kwargs)
-    reshard_without_backward(model)
-    return values
+    return _gathered(model, of_ids, ids, forward_kwargs)
 
 
 def scored_places(model: PreTrainedModel, ids: Tensor, lengths: Tensor) -> Tensor:
@@ -278,14 +253,31 @@ def of_ids(model: PreTrainedModel, ids: Tensor, forward_kwargs: dict[str, Any]) 
     return values.clone()
 
 
-def gather_head_for_values(model: PreTrainedModel) -> None:
-    """Have FSDP gather the root's weights for ``token_values`` as it does for ``forward``."""
-    object.__setattr__(model, _VALUES_METHOD, types.MethodType(of_ids, model))
-    register_fsdp_forward_method(model, _VALUES_METHOD)
-
-
 def _applied(head: Any, hidden: Tensor) -> Tensor:
     """The head's numbers, [B, T, 1], in float32 where its weights were gathered in another precision, too."""
     if isinstance(head, nn.Linear):
         return nn.functional.linear(hidden, head.weight.float())
     return head(hidden.to(head.weight.dtype)).float()  # a layer of peft around it
+
+
+# A root's weights, which FSDP gathers for the methods that it knows.
+
+_GATHERING = "_gathering_"
+
+
+def gather_head(model: PreTrainedModel) -> None:
+    """Have FSDP gather the root's weights for ``token_logprobs``, or ``token_values``, as it does for ``forward``."""
+    function: Callable[..., Any] = of_targets if is_language_model(model) else of_ids
+    method = _GATHERING + function.__name__
+    object.__setattr__(model, method, types.MethodType(function, model))
+    register_fsdp_forward_method(model, method)
+
+
+def _gathered(model: PreTrainedModel, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(model, *arguments)``, with the root's weights gathered where FSDP holds them."""
+    gathering = getattr(model, _GATHERING + function.__name__, None)
+    if gathering is None:
+        return function(model, *arguments)
+    result = gathering(*arguments)
+    reshard_without_backward(model)
+    return result

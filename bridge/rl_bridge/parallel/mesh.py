@@ -197,6 +197,14 @@ def agree_max(value: float, group: dist.ProcessGroup | None) -> float:
     return type(value)(largest.item())
 
 
+def agree_max_over(axes: Sequence[str], value: float, mesh: DeviceMesh | None) -> float:
+    """The largest value of the workers along these axes of ``make_mesh``'s mesh."""
+    for axis in axes:
+        if mesh is not None and mesh.get_group(axis).size() > 1:
+            value = agree_max(value, mesh.get_group(axis))
+    return value
+
+
 def _cut_over(parameter: nn.Parameter) -> tuple[str, ...]:
     """The dimensions of the mesh whose workers hold different parts of the parameter."""
     if not isinstance(parameter, DTensor):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from rl_bridge.parallel.checkpointing import keep_activations, without_peft
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
-from rl_bridge.parallel.heads import gather_head_for_logprobs, gather_head_for_values, is_language_model
+from rl_bridge.parallel.heads import gather_head
 from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor_parallel import cut_matrices
 
@@ -41,9 +41,7 @@ def parallelize(
     if mesh is None and same_dtype and not config.cpu_offload:
         return
     shard_model(model, one_rank_mesh(device_type) if mesh is None else model_mesh(mesh), config)
-    inner = without_peft(model)
-    if isinstance(inner, PreTrainedModel):
-        gather_head = gather_head_for_logprobs if is_language_model(inner) else gather_head_for_values
+    if isinstance(without_peft(model), PreTrainedModel):
         gather_head(cast(PreTrainedModel, model))
 
 

@@ -34,7 +34,8 @@ from rl_bridge.parallel.drawn import SCALES, draw, fingerprint, nudge
 from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.heads import GivesLogits, HeadKind, is_language_model, token_logprobs, token_values
 from rl_bridge.parallel.layer_kinds import has_states, unpackable
-from rl_bridge.parallel.mesh import AXES, agree_max
+from rl_bridge.parallel.mesh import AXES, agree_max_over
+from rl_bridge.weights.manifest import local
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
 
@@ -116,10 +117,10 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def eager_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The model's own attention, for what other ways are compared with."""
+def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Inside, the model has this attention, as "eager", its own, that others are compared with."""
     before = attention_of(model)
-    use_attention(model, "eager")
+    use_attention(model, name)
     try:
         yield
     finally:
@@ -367,20 +368,17 @@ class _Comparison:
 
     def _measure(self, attention: str, compute: Callable[[], list[Tensor]]) -> Measured:
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        before = attention_of(self.model)
-        use_attention(self.model, attention)
-        device = self.rows.ids.device.type
+        exact = torch.autocast(self.rows.ids.device.type, enabled=False)
         try:
-            with torch.set_grad_enabled(bool(trained)), torch.autocast(device, enabled=False):
+            with with_attention(self.model, attention), torch.set_grad_enabled(bool(trained)), exact:
                 values = compute()
                 if trained:
                     total = sum((v * w[: len(v)]).sum() for v, w in zip(values, self.rows.weights, strict=True))
                     # Each sequence rank of a plain forward has the whole sum, and their gradients are added.
                     alone = compute == self._alone
                     cast(Tensor, total / (self.ranks if alone else 1)).backward()
-            gradients = {n: _local(p.grad).clone() for n, p in trained.items() if p.grad is not None}
+            gradients = {n: local(p.grad).clone() for n, p in trained.items() if p.grad is not None}
         finally:
-            use_attention(self.model, before)
             for parameter in trained.values():
                 parameter.grad = None
         return Measured([v.detach() for v in values], gradients)
@@ -462,10 +460,6 @@ def _key(model: PreTrainedModel, mesh: DeviceMesh | None, exact: bool) -> tuple[
     return type(model), type(inner), config, adapters, hash(trained), layout, exact
 
 
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def is_alone(mesh: DeviceMesh | None) -> bool:
     """Whether the other workers are made up, as in a plan of memory: what they would send is not there."""
     groups = [] if mesh is None else [mesh.get_group(axis) for axis in AXES]
@@ -473,8 +467,4 @@ def is_alone(mesh: DeviceMesh | None) -> bool:
 
 
 def any_worker(here: bool, mesh: DeviceMesh | None) -> bool:
-    vote = int(here)
-    for axis in AXES:
-        if mesh is not None and mesh.get_group(axis).size() > 1:
-            vote = agree_max(vote, mesh.get_group(axis))
-    return bool(vote)
+    return bool(agree_max_over(AXES, int(here), mesh))

@@ -2,7 +2,7 @@
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
@@ -236,20 +236,20 @@ def objective_options(algorithm: str, **options: Any) -> ObjectiveOptions:
     return ALGORITHMS[algorithm](**options)
 
 
-def _first_line(options: type[ObjectiveOptions]) -> str:
-    return (options.__doc__ or "").partition("\n")[0]
+def subcommands(options: Mapping[str, type]) -> Any:
+    """The type of an option with a sub-command for each of the classes by its name, as objective:gspo."""
+    return Union[  # noqa: UP007
+        tuple(
+            Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
+            for name, kind in options.items()
+        )
+    ]
 
 
 if TYPE_CHECKING:
     Algorithm = ObjectiveOptions
 else:
-    # Each algorithm is a sub-command: objective:gspo.
-    Algorithm = Union[  # noqa: UP007
-        tuple(
-            Annotated[options, tyro.conf.subcommand(name, description=_first_line(options))]
-            for name, options in ALGORITHMS.items()
-        )
-    ]
+    Algorithm = subcommands(ALGORITHMS)
 
 # Controllers of coefficients.
 

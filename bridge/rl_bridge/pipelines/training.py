@@ -218,11 +218,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
         return ParallelConfig(activations=activations, cpu_offload=self.offload == "always")
 
     def trained(self, source: ModelSource) -> ModelSource:
-        """The model with its trained part: adapters in it or all of it, without the frozen parameters.
-
-        Raises:
-            ValueError: a target module or a freeze pattern that the model does not have.
-        """
+        """The model with its trained part; see ``trained_part``."""
         return trained_part(source, self.lora, self.freeze, self.seed)
 
     def engines(self, executor: Executor, mesh: Mesh, source: ModelSource, run: str = "") -> Engines:
@@ -343,18 +339,6 @@ def prepare_processes(options: TrainingOptions, executor: Executor) -> None:
     seed_everything(options.seed)
 
 
-def parameters_of(source: ModelSource) -> int:
-    """Numbers that the model has; tied ones count once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in source.empty().parameters())
-
-
-def trainable_parameters_of(source: ModelSource) -> int:
-    """Numbers of the model that are trained; tied ones count once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in source.empty().parameters() if parameter.requires_grad)
-
-
 def seed_everything(seed: int) -> None:
     """Seed every global generator: a user's model or reward may sample from any of them."""
     random.seed(seed)
@@ -370,10 +354,13 @@ def versions() -> dict[str, str]:
 
 def summary_of(options: TrainingOptions, source: ModelSource, notes: Sequence[str]) -> dict[str, Any]:
     """The part of a summary that every run has, besides the census of its rows."""
+    with torch.device("meta"):
+        whole, trained = source.empty(), options.trained(source).empty()
     return {
         "notes": list(notes),
         "seed": options.seed,
-        "parameters": parameters_of(source),
-        "trained_parameters": trainable_parameters_of(options.trained(source)),
+        # Tied ones count once.
+        "parameters": sum(parameter.numel() for parameter in whole.parameters()),
+        "trained_parameters": sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad),
         "versions": versions(),
     }

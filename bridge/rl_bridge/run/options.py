@@ -8,6 +8,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_bridge.common.scalars import FLOAT32
+
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
 """``field(metadata=MAY_CHANGE)``: a resumed run may have another value of the option without a word."""
 
@@ -16,8 +18,6 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 OBSERVED = ("trackers", "system_every", "memory")
 """Options that observers read, and the run itself does not."""
 
-FLOAT32 = 3.4028234663852886e38
-"""The largest float32, in which a run computes: a larger number would be infinite."""
 WHOLE = 2**63 - 1
 """The largest count or position, which has 64 bits."""
 

@@ -106,29 +106,6 @@ def _take_apart(batch: Any, name: str, tensors: dict[str, torch.Tensor]) -> dict
     return others
 
 
-class EventLog:
-    """TensorBoard events: scalars under ``stage/name``, against the number of the record."""
-
-    def __init__(self, folder: Path, *, purge_step: int | None) -> None:
-        """``purge_step``: a resumed run takes back the events of this record and of all later ones."""
-        self._writer = SummaryWriter(str(folder), purge_step=purge_step)
-
-    def write(self, record: Mapping[str, Any], number: int) -> None:
-        """One record's numbers."""
-        for name, value in record.items():
-            if name not in ("stage", "step") and isinstance(value, int | float):
-                self._writer.add_scalar(f"{record['stage']}/{name}", value, number)
-
-    def write_metrics(self, number: int, metrics: Mapping[str, float], time: float) -> None:
-        """Numbers under their own names, at the time when they were measured."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, number, walltime=time)
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
-
-
 PANELS = (
     "reward",
     "held_out",
@@ -202,43 +179,38 @@ class Recorder:
         """
         self.folder = folder
         file = folder / METRICS
-        self._attempt = last_attempt(file) + 1
-        self._logged = position["logged"] if position else 0
+        self.attempt = last_attempt(file) + 1
+        """The number of this session of the run, from 1."""
+        self.logged: int = position["logged"] if position else 0
+        """Number of the recorded steps."""
         size, self._crc = (position["metrics_bytes"], position["crc32"]) if position else (0, 0)
         if position:
             size, self._crc = repaired(file, position, repair=repair, report=tell)
         self._metrics = AppendLog(file)
         self._metrics.cut(size)
-        self._events = EventLog(folder / "events", purge_step=self._logged if again else None)
+        # A resumed run takes back the events of this record and of all later ones.
+        self._events = SummaryWriter(str(folder / "events"), purge_step=self.logged if again else None)
         self._events_failed = False
-
-    @property
-    def attempt(self) -> int:
-        """The number of this session of the run, from 1."""
-        return self._attempt
-
-    @property
-    def logged(self) -> int:
-        """Number of the recorded steps."""
-        return self._logged
 
     def position(self) -> dict[str, int]:
         """The present end of the record, which is on the disk up to there."""
-        return {"metrics_bytes": self._metrics.sync(), "logged": self._logged, "crc32": self._crc}
+        return {"metrics_bytes": self._metrics.sync(), "logged": self.logged, "crc32": self._crc}
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one step's record."""
+        """Append one step's record; its numbers are TensorBoard events ``stage/name`` against the record's number."""
         self.note(record)
         if not self._events_failed:
             try:
-                self._events.write(record, self._logged)
+                for name, value in record.items():
+                    if name not in ("stage", "step") and isinstance(value, int | float):
+                        self._events.add_scalar(f"{record['stage']}/{name}", value, self.logged)
             except OSError as error:
                 self._give_up_events(error)
-        self._logged += 1
+        self.logged += 1
 
     def note(self, record: Mapping[str, Any]) -> None:
         """Append a line that is no step's."""
-        about = {"run": self.folder.name, "attempt": self._attempt, "time": round(time.time(), 3)}
+        about = {"run": self.folder.name, "attempt": self.attempt, "time": round(time.time(), 3)}
         self._crc = zlib.crc32(self._metrics.append({**without_secrets(record), **about}), self._crc)
 
     def notes(self) -> set[str]:

@@ -9,7 +9,7 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.row_checks import Fits
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
-from rl_bridge.parallel.probe import eager_attention, plain_values
+from rl_bridge.parallel.probe import plain_values, with_attention
 from tests.support.attending_models import SIZES, tiny
 from tests.support.ready import ready
 
@@ -46,7 +46,7 @@ def test_rows_within_the_bound_are_those_of_rows_alone_and_longer_ones_are_refus
     scorer = ready(TokenScorer, model, ScoringConfig(packing=packing))
     rows = [single_turn([5, 6, 7], [3 + row] * tokens, group=row) for row, tokens in enumerate((2, 9, LIMIT - 3))]
     found = scorer.token_logprobs(collate(rows, 0))
-    with eager_attention(scorer.model), torch.no_grad():
+    with with_attention(scorer.model, "eager"), torch.no_grad():
         for row, trajectory in enumerate(rows):
             alone = plain_values(scorer.model, torch.tensor(trajectory.tokens))
             torch.testing.assert_close(found[row, 3 : len(alone) + 1], alone[2:], rtol=0, atol=3e-5)

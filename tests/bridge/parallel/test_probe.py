@@ -26,7 +26,7 @@ from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.parallel import probe as probing
 from rl_bridge.parallel.attention import use_rl_fn_attention
 from rl_bridge.parallel.attention.register import NAME
-from rl_bridge.parallel.probe import eager_attention, plain_values, probe
+from rl_bridge.parallel.probe import plain_values, probe, with_attention
 from tests.support import one_step
 from tests.support.attending_models import SIZES, tiny
 from tests.support.ranks import as_rank, found_by_ranks
@@ -144,7 +144,7 @@ def test_scores_of_a_hybrid_are_those_of_rows_alone(arranged):
     scorer = ready(TokenScorer, model, ScoringConfig(**arranged))
     found = scorer.token_logprobs(batch)
     assert scorer.notes() and all("padded" in note or "own prefix" in note for note in scorer.notes())
-    with eager_attention(scorer.model), torch.no_grad():
+    with with_attention(scorer.model, "eager"), torch.no_grad():
         for row, trajectory in enumerate(rows):
             alone = plain_values(scorer.model, torch.tensor(trajectory.tokens))
             torch.testing.assert_close(found[row, 5 : len(alone) + 1], alone[4:], rtol=0, atol=2e-5)
@@ -173,7 +173,7 @@ def test_a_head_that_is_more_than_a_matrix_gives_its_own_logits(make, head):
     scorer = ready(TokenScorer, model, ScoringConfig())
     assert scorer.arrangements.head == head
     found = scorer.token_logprobs(collate(rows, 0))
-    with eager_attention(scorer.model), torch.no_grad():
+    with with_attention(scorer.model, "eager"), torch.no_grad():
         for row, trajectory in enumerate(rows):
             alone = plain_values(scorer.model, torch.tensor(trajectory.tokens))
             torch.testing.assert_close(found[row, 3 : len(alone) + 1], alone[2:], rtol=1e-5, atol=3e-5)

@@ -284,20 +284,14 @@ def _cumulative_extremum(b: Builder, eqn: Any, x: Value) -> Value:
 @rule("sort")
 def _sort(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     operands = "".join(f"{b.full(x)}, " for x in xs)
-    names = b.emit(f"rt.sort(({operands}), {eqn.params['dimension']}, {eqn.params['num_keys']})", len(xs))
-    return [Value(n, x.shape, x.dtype, x.shape) for n, x in zip(names, xs, strict=True)]
+    return b.outs(f"rt.sort(({operands}), {eqn.params['dimension']}, {eqn.params['num_keys']})", eqn)
 
 
 @rule("top_k")
 def _top_k(b: Builder, eqn: Any, x: Value) -> list[Value]:
     axis = eqn.params.get("axis", len(x.shape) - 1)
-    values, indices = (var.aval for var in eqn.outvars)
-    code = f"rt.top_k({b.full(x)}, {b.dim(eqn.params['k'])}, {axis}, {torch_dtype(indices.dtype)})"
-    names = b.emit(code, 2)
-    return [
-        Value(n, tuple(a.shape), np.dtype(a.dtype), tuple(a.shape))
-        for n, a in zip(names, (values, indices), strict=True)
-    ]
+    dtype = torch_dtype(eqn.outvars[1].aval.dtype)
+    return b.outs(f"rt.top_k({b.full(x)}, {b.dim(eqn.params['k'])}, {axis}, {dtype})", eqn)
 
 
 @rule("dot_general")

@@ -23,14 +23,6 @@ def _call(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     return b.run(closed(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]), xs)
 
 
-def _results(b: Builder, eqn: Any, code: str) -> list[Value]:
-    avals = [var.aval for var in eqn.outvars]
-    names = b.emit(code, len(avals))
-    pairs = [(n, tuple(a.shape), np.dtype(a.dtype)) for n, a in zip(names, avals, strict=True)]
-    # A loop that never runs returns what it was given.
-    return [Value(name, shape, dtype, shape, aliases_input=True) for name, shape, dtype in pairs]
-
-
 def _passed(b: Builder, xs: Sequence[Value]) -> str:
     return "".join(f", {b.full(x)}" for x in xs)
 
@@ -111,7 +103,7 @@ def _cond(b: Builder, eqn: Any, which: Value, *xs: Value) -> list[Value]:
         raise NotImplementedError("from_jax runs every branch of lax.cond: a lax.while_loop in one might never end")
     functions = "".join(f"{b.function(branch, xs)}, " for branch in branches)
     passed = _passed(b, [x for x in xs if not x.is_number])
-    return _results(b, eqn, f"{b.bind('cond', runtime.cond)}({b.full(which)}, ({functions}){passed})")
+    return b.outs(f"{b.bind('cond', runtime.cond)}({b.full(which)}, ({functions}){passed})", eqn, alias=True)
 
 
 @rule("scan")
@@ -126,7 +118,8 @@ def _scan(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
         f"({b.shape(tuple(var.aval.shape))}, {torch_dtype(var.aval.dtype)}), " for var in eqn.outvars[carries:]
     )
     call = f"{b.bind('scan', runtime.scan)}({body}, {b.dim(p['length'])}, {p['reverse']}, {counts}, ({shapes})"
-    return _results(b, eqn, f"{call}{_passed(b, passed)})")
+    # A loop that never runs returns what it was given.
+    return b.outs(f"{call}{_passed(b, passed)})", eqn, alias=True)
 
 
 @rule("while")
@@ -136,7 +129,8 @@ def _while(b: Builder, eqn: Any, *xs: Value) -> list[Value]:
     carry = [None] * (len(xs) - sum(counts))
     condition = b.function(closed(p["cond_jaxpr"]), [None] * counts[0] + carry)
     body = b.function(closed(p["body_jaxpr"]), [None] * counts[1] + carry)
-    return _results(b, eqn, f"{b.bind('loop', runtime.while_loop)}({condition}, {body}, {counts}{_passed(b, xs)})")
+    code = f"{b.bind('loop', runtime.while_loop)}({condition}, {body}, {counts}{_passed(b, xs)})"
+    return b.outs(code, eqn, alias=True)
 
 
 @rule("associative_scan")

@@ -97,9 +97,7 @@ def _stack(b: Builder, eqn: Any, *xs: Value) -> Value:
 
 @rule("unstack")
 def _unstack(b: Builder, eqn: Any, x: Value) -> list[Value]:
-    names = b.emit(f"torch.unbind({b.full(x)}, {eqn.params['axis']})", len(eqn.outvars))
-    shapes = [tuple(var.aval.shape) for var in eqn.outvars]
-    return [Value(n, s, x.dtype, s, None, x.aliases_input) for n, s in zip(names, shapes, strict=True)]
+    return b.outs(f"torch.unbind({b.full(x)}, {eqn.params['axis']})", eqn, alias=x.aliases_input)
 
 
 @rule("tile")
@@ -109,10 +107,8 @@ def _tile(b: Builder, eqn: Any, x: Value) -> Value:
 
 @rule("split")
 def _split(b: Builder, eqn: Any, x: Value) -> list[Value]:
-    sizes = eqn.params["sizes"]
-    names = b.emit(f"torch.split({b.full(x)}, {b.shape(sizes)}, {eqn.params['axis']})", len(sizes))
-    shapes = [tuple(var.aval.shape) for var in eqn.outvars]
-    return [Value(n, s, x.dtype, s, None, x.aliases_input) for n, s in zip(names, shapes, strict=True)]
+    code = f"torch.split({b.full(x)}, {b.shape(eqn.params['sizes'])}, {eqn.params['axis']})"
+    return b.outs(code, eqn, alias=x.aliases_input)
 
 
 @rule("iota")
@@ -181,14 +177,11 @@ def _scatter(b: Builder, eqn: Any, x: Value, indices: Value, updates: Value) -> 
         _mode(eqn.params["mode"]),
     )
     kind = eqn.primitive.name.removeprefix("scatter").lstrip("-") or "set"
-    if kind == "set" and eqn.params["update_jaxpr"] is not None and len(_body(eqn.params["update_jaxpr"]).eqns):
+    apply = eqn.params["update_jaxpr"]
+    if kind == "set" and apply is not None and len(getattr(apply, "jaxpr", apply).eqns):
         raise NotImplementedError("from_jax does not lower scatter with a function of its own (x.at[...].apply)")
     call = f"{b.bind('scatter', torch_gather.scatter)}({b.full(x)}, {b.full(indices)}, {b.full(updates)}, "
     return b.out(f"{call}{b.bind('how', how)}, {kind!r}, {bool(eqn.params['unique_indices'])})", eqn)
-
-
-def _body(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 @rule("dynamic_slice")
