@@ -1,5 +1,6 @@
 """Marks of functions and objects: the same for the same content in every process, and others for other content."""
 
+import functools
 import json
 import os
 import subprocess
@@ -61,3 +62,11 @@ def test_a_long_name_is_cut_and_still_its_own():
     kinds = [type(f"{'Long' * 100}{n}", (), {"__call__": lambda self, completion, row: 0.0}) for n in range(2)]
     marks = {mark_of(kind()) for kind in kinds}
     assert len(marks) == 2 and max(map(len, marks)) <= 200
+
+
+@pytest.mark.parametrize("value", [3, 0.5, 1j, "text", b"text", bytearray(b"text")], ids=repr)
+def test_a_number_or_text_of_a_class_of_its_own_has_a_mark_of_its_class(value):
+    """Also where both print alike: what the class does with it is content."""
+    kinds = [type(value), *(type(name, (type(value),), {}) for name in ("Mine", "Other"))]
+    marks = {mark_of(functools.partial(min, kind(value))) for kind in (*kinds, *kinds)}
+    assert len(marks) == len(kinds)

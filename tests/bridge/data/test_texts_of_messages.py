@@ -121,6 +121,16 @@ def test_a_response_is_text_a_number_or_messages(form, name):
             supervised_row(row)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("exponent", [-9, -1, 0, 1, 30, 51, 52, 53, 54, 63, 83, 200, 1023])
+def test_a_float_has_the_text_of_a_whole_number_where_no_other_number_has_it(exponent, sign):
+    """From 2**53 on a float stands for several whole numbers: it stays the text of a float."""
+    for number in (sign * 2.0**exponent, sign * 1.5 * 2.0**exponent, sign * np.nextafter(2.0**exponent, 0)):
+        text = text_of(float(number))
+        assert float(text) == number
+        assert text.removeprefix("-").isdigit() == (float(number).is_integer() and abs(number) < 2**53)
+
+
 @pytest.mark.parametrize("text", PLAIN, ids=range(len(PLAIN)))
 def test_a_text_that_is_no_message_stays_a_text(text):
     assert policy_row({"prompt": "x", "answer": text})["answer"] == text

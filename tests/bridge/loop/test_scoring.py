@@ -195,3 +195,13 @@ def test_a_reference_may_be_a_moving_average(model, batch, tmp_path):
             policy.sync_weights(reference, share=share)
     with pytest.raises(ValueError, match="a share of the weights is for a Reference"):
         policy.sync_weights(Policy(model, GRPO, AdamW(0.1)), share=0.5)
+
+
+@pytest.mark.parametrize("share", [2.0**-40, 0.25, 1 - 2.0**-40, 1.0])
+def test_a_reference_is_held_twice_only_where_some_of_it_stays(model, share, monkeypatch):
+    policy, reference = Policy(model, GRPO, AdamW(0.1)), Reference(model)
+    calls, call = [], reference.engine.call
+    monkeypatch.setattr(reference.engine, "call", lambda name, *given: (calls.append(name), call(name, *given))[1])
+    policy.sync_weights(reference, share=share)
+    of_the_mean = [name for name in calls if name in ("copy_weights", "average_weights")]
+    assert of_the_mean == (["copy_weights", "average_weights"] if share < 1 else [])

@@ -15,6 +15,8 @@ from transformers import (
     OlmoHybridConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from rl_bridge.models import conversion
 from rl_bridge.models.conversion import ConvertedTensors
@@ -207,6 +209,23 @@ def test_names_that_the_hub_has(kind, tmp_path):
     assert more or tensors.keys() != load_file(tmp_path / "model.safetensors").keys()
     tensors |= {name: torch.full(shape, 9.0) for name, shape in more.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(loaded(PretrainedSource(str(tmp_path))), wanted)
+
+
+@pytest.mark.parametrize("own_names", [False, True], ids=["as transformers writes it", "under the model's names"])
+@pytest.mark.parametrize("kind", ["axk1", "deepseek_v4", "laguna"])
+def test_a_name_of_the_model_that_a_rule_of_its_family_would_spoil_stays(kind, own_names, tmp_path):
+    """As ``model.norm.weight`` where every other norm was renamed."""
+    wanted = zoo.tiny(kind)
+    wanted.save_pretrained(tmp_path)
+    names, rules = wanted.state_dict(), get_model_conversion_mapping(wanted)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    assert any(
+        rename_source_key(name, renamings, [], wanted.base_model_prefix, names)[0] not in names for name in names
+    )
+    if own_names:
+        tensors = {name: tensor.clone() for name, tensor in names.items()}
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert_same(loaded(PretrainedSource(str(tmp_path))), wanted)
 
 

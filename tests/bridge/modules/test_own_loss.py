@@ -12,7 +12,7 @@ import rl_fn
 from rl_bridge import torch_loss
 from rl_bridge.functional import from_jax
 from rl_bridge.models.small import tiny_qwen2
-from rl_bridge.modules.own_loss import check_loss, load_loss, trial_batch
+from rl_bridge.modules.own_loss import GIVEN, READABLE, check_loss, load_loss, trial_batch
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
@@ -184,6 +184,20 @@ def test_a_loss_that_would_train_wrongly_is_refused_before_training(tokenizer, l
     model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2)
     with pytest.raises((TypeError, ValueError, AttributeError), match=words):
         ready(PolicyModule, model, OPTIMIZER, rl_fn.recipes.grpo().replace(loss=loss), updates=1)
+
+
+@pytest.mark.parametrize("field", [*GIVEN, *READABLE])
+def test_a_mean_over_the_completions_that_have_something_is_refused_whatever_it_is(field):
+    """Several completions of the trial have it: of one alone the mean would be its own."""
+    reads = (field,) if field in READABLE else ()
+
+    def averaged(batch):
+        having = (getattr(batch, field) != 0).any(1)
+        return -batch.logprobs * getattr(batch, field).detach() / having.sum().clamp(min=1)
+
+    with pytest.raises(ValueError, match="depends on other completions"):
+        check_loss(torch_loss(averaged, reads=reads))
+    check_loss(torch_loss(averaged, reads=reads, over_batch=True))
 
 
 def test_what_a_whole_batch_decides_passes_when_it_is_declared():

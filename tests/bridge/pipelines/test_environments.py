@@ -192,7 +192,13 @@ def test_a_changed_environment_is_another_fingerprint(game):
     assert options.environment_fingerprint() != before and EnvironmentOptions().environment_fingerprint() == {}
 
 
-@pytest.mark.parametrize("options", [{"max_turns": 0}, {"environment_timeout": 0.0}])
-def test_limits_that_leave_no_turn_are_refused(options):
-    with pytest.raises(ValueError, match="need max_turns ≥ 1, environment_timeout > 0 and environment_processes ≥ 0"):
-        EnvironmentOptions(**options)
+LEAST = {"max_turns": 1, "environment_timeout": 5e-324, "environment_processes": 0, "max_trajectory_tokens": 1}
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items(), ids=LEAST)
+def test_limits_that_leave_no_turn_are_refused_and_the_least_ones_taken(game, name, least):
+    options = EnvironmentOptions(environment=f"{game}:Game", **{name: least})
+    assert getattr(options, name) == least
+    for below in (least - 1, least - 100):
+        with pytest.raises(ValueError, match=f"{name} (≥ {least}|> 0|must be at least {least})"):
+            replace(options, **{name: below})

@@ -1,9 +1,11 @@
 """The short page of a trainer's options, and the words that a shell completes."""
 
 import contextlib
+import functools
 import re
 import subprocess
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +101,27 @@ def test_every_option_of_a_command_s_page_is_completed(command: str, capsys):
     }
     assert options or command == "check"
     assert options <= {*completed([command, "--"]), *completed([command, "x", "--"])}
+
+
+DOCS = Path(__file__).parents[3] / "docs"
+NAMED = sorted(
+    {
+        pair
+        for page in DOCS.glob("*.md")
+        for pair in re.findall(r"`--([a-z0-9.-]+)`\s\(([0-9.]+)\)", page.read_text("utf-8"))
+    }
+)
+
+
+@pytest.mark.parametrize(("name", "number"), NAMED)
+def test_a_number_that_a_page_has_behind_an_option_is_its_default(name: str, number: str):
+    """With every trainer that has the option."""
+    path, found = [part.replace("-", "_") for part in name.split(".")], []
+    for trainer in TRAINERS:
+        config = config_of_defaults(trainer)
+        if name in options_of(config).kinds:
+            found.append(functools.reduce(getattr, path, config))
+    assert found and set(found) == {float(number)}
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -1,5 +1,6 @@
 """What an engine holds against what it was sent: every layout of vLLM's layers, every rank and precision (ROLL-7)."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from experiments.proof_of_updates import FAULTS, PRECISIONS, found_by, world_of
-from rl_bridge.rollout.inside_vllm.held_weights import Held, against_checkpoint
+from rl_bridge.rollout.inside_vllm.held_weights import Held, against_adapter, against_checkpoint
 
 HEAD, HIDDEN, WIDE, VOCABULARY = 4, 8, 12, 10
 PREFIX = "model.layers.0."
@@ -149,6 +150,71 @@ def test_a_layout_that_nobody_knows_is_said_and_not_called_wrong(checkpoint):
     found = against_checkpoint(model, folder, torch.float32)
     assert not found.different
     assert list(found.unread) == [f"{PREFIX}input_layernorm.weight", f"{PREFIX}mlp.down_proj.weight", "own.scale"]
+
+
+LORA_RANK, MOST_RANKS = 2, 3
+LAYERS = {
+    "self_attn": {"qkv_proj": ["q", "k", "v"], "o_proj": ["o"]},
+    "mlp": {"gate_up_proj": ["gate", "up"], "down_proj": ["down"]},
+}
+
+
+def is_cut(name):
+    """Whether each rank of two has a half of this factor: of the columns of A, or the rows of B."""
+    return any(f"{one}_proj" in name for one in (("o", "down") if "lora_A" in name else ("q", "gate", "up")))
+
+
+def adapted_engine_of(factors, rank, scaling):
+    """What rank ``rank`` of two holds of an adapter, in places for more ranks; zeros where it has no factors."""
+    model = engine_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, rank, packed=False)
+
+    def held(block, part, factor):
+        rows, columns = SHAPES[f"{PREFIX}{block}.{part}_proj.weight"]
+        name, is_a = f"base_model.model.{PREFIX}{block}.{part}_proj.lora_{factor}.weight", factor == "A"
+        tensor = factors.get(name, torch.zeros((LORA_RANK, columns) if is_a else (rows, LORA_RANK)))
+        tensor = tensor.chunk(2, 1 if is_a else 0)[rank] if is_cut(name) else tensor
+        more = MOST_RANKS - LORA_RANK
+        padded = nn.functional.pad(tensor if is_a else tensor * scaling, (0, 0, 0, more) if is_a else (0, more))
+        return padded[None, None]
+
+    for block, owners in LAYERS.items():
+        for owner, parts in owners.items():
+            parent, layer = getattr(model.model.layers[0], block), Layer()
+            layer.base_layer = getattr(parent, owner)
+            layer.lora_a_stacked, layer.lora_b_stacked = (
+                tuple(held(block, part, factor) for part in parts) for factor in "AB"
+            )
+            setattr(parent, owner, layer)
+    return model
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("targets", [["_proj"], ["q_proj", "v_proj", "down_proj"], ["up_proj", "o_proj"]], ids=str)
+def test_every_element_of_an_adapter_is_compared_on_the_rank_that_holds_it(tmp_path, targets, use_rslora):
+    """One changed element of any factor is found, on its rank alone, or on both where both hold it."""
+    generator, factors = torch.Generator().manual_seed(0), {}
+    for name, shape in SHAPES.items():
+        if name.endswith("weight") and any(target in name for target in targets):
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{layer}.lora_A.weight"] = torch.randn(LORA_RANK, shape[1], generator=generator)
+            factors[f"{layer}.lora_B.weight"] = torch.randn(shape[0], LORA_RANK, generator=generator)
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    config = {"r": LORA_RANK, "lora_alpha": 5.0, "use_rslora": use_rslora}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+
+    def found_of(factors):
+        engines = [adapted_engine_of(factors, rank, 5 / 2**0.5 if use_rslora else 5 / 2) for rank in (0, 1)]
+        return Held.of_ranks([tuple(against_adapter(engine, tmp_path)) for engine in engines])
+
+    whole = found_of(factors)
+    assert whole.compared > 0 and (whole.different, whole.unread) == ({}, {})
+    for name, tensor in factors.items():
+        for place in (0, tensor.numel() - 1):
+            other = tensor.clone()
+            other.view(-1)[place] *= 1 + 1e-6
+            found = found_of({**factors, name: other}).different
+            assert len(found) == (1 if is_cut(name) else 2)
+            assert all("1 of " in what and name in what for what in found.values())
 
 
 @pytest.mark.vllm
