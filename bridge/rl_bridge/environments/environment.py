@@ -80,6 +80,8 @@ class Session:
         with the_users_code(), not_of_a_thread():
             self._environment = self._factory()
             tools = getattr(self._environment, "tools", None)
+            if not isinstance(tools, list | tuple | None):
+                raise TypeError(f"the environment has the tools {tools!r}, expected a list of JSON schemas or None")
             self.tools = tools_of(row) if tools is None else tuple(tools)
             return _then_checked(self._environment.reset(copy.deepcopy(dict(row))), "reset")
 
@@ -145,10 +147,12 @@ def _checked(answer: Any, method: str) -> Step:
         )
     if state is not None and not (isinstance(state, int) and state >= 0):
         raise ValueError(f"{method}() gave the state {step.state_id!r}, expected an integer ≥ 0 or None")
-    if method == "reset" and (step.done or not step.messages):
+    if not isinstance(done := plain_scalar(step.done), bool | int | None):
+        raise TypeError(f"{method}() gave done={step.done!r}, expected True or False")
+    if method == "reset" and (done or not step.messages):
         raise ValueError(f"reset() gave {step}: there is nothing to begin a conversation with")
     reward, state = None if reward is None else float(reward), None if state is None else int(state)
-    return replace(step, reward=reward, state_id=state, done=bool(step.done))
+    return replace(step, reward=reward, state_id=state, done=bool(done))
 
 
 def _is_message(message: Any) -> bool:

@@ -1,14 +1,17 @@
 """Functions as tools: an environment whose answers are what the user's functions return."""
 
+import contextlib
 import inspect
 import json
 import logging
+import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -29,7 +32,7 @@ class FunctionTools:
     """Makes environments in which the policy calls functions, until a turn has no call. They give no reward.
 
     A call with a name that no tool has or with other arguments, and what a function raises, is answered with the error:
-    the policy can learn from its fault.
+    the policy can learn from its fault. So is a result that has no text, and a tool's first fault is logged.
     """
 
     functions: Mapping[str, Callable[..., Any]]
@@ -41,19 +44,26 @@ class FunctionTools:
         """A new conversation."""
         return FunctionSession(self)
 
-    def called(self, call: ToolCall) -> Any:
-        """The function's result or awaitable; a text that says the error of a call that does not fit."""
+    def called(self, call: ToolCall) -> Message | Awaitable[Message]:
+        """The answer to a call, or an awaitable of it: the function's result, or the error of a call that misfits."""
         if call.name not in self.functions:
-            return _error(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
+            return _failed(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
         function = self.functions[call.name]
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as error:
-            return _error(f"{call.name}: {error}")
+            return _failed(f"{call.name}: {error}")
         try:
-            return function(**call.arguments)
+            result = function(**call.arguments)
+            return self._awaited(call.name, result) if isawaitable(result) else _answer(result)
         except Exception as error:
-            return self.raised(call.name, error)
+            return _answer(self.raised(call.name, error))
+
+    async def _awaited(self, name: str, result: Awaitable[Any]) -> Message:
+        try:
+            return _answer(await result)
+        except Exception as error:
+            return _answer(self.raised(name, error))
 
     def raised(self, name: str, error: Exception) -> str:
         """The answer to a call whose function raised; the first one of a function is logged with its place.
@@ -81,23 +91,27 @@ class FunctionSession:
         return messages_of(row["prompt"])
 
     def step(self, messages: Sequence[Message]) -> Step | Awaitable[Step]:
-        """An answer of role ``tool`` to each call in the policy's turn; without a call the conversation ends."""
-        try:
-            calls = [ToolCall(*call) for call in self._tools.parse(messages[-1]["content"])]
-        except ValueError as error:
-            return Step(messages=[_answer(_error(str(error)))])
-        results = [self._tools.called(call) for call in calls]
-        if any(map(isawaitable, results)):
-            return self._awaited(calls, results)
-        return Step(messages=list(map(_answer, results)))
+        """An answer of role ``tool`` to each call in the policy's turn, which are made one after another.
 
-    async def _awaited(self, calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
+        Without a call the conversation ends.
+        """
+        try:
+            calls = _calls(self._tools.parse, messages[-1]["content"])
+        except ValueError as error:
+            return Step(messages=[_failed(str(error))])
         answers: list[Message] = []
-        for call, result in zip(calls, results, strict=True):
-            try:
-                answers.append(_answer(await result if isawaitable(result) else result))
-            except Exception as error:
-                answers.append(_answer(self._tools.raised(call.name, error)))
+        for place, call in enumerate(calls, 1):
+            answer = self._tools.called(call)
+            if isawaitable(answer):
+                return self._awaited(answers, answer, calls[place:])
+            answers.append(answer)
+        return Step(messages=answers)
+
+    async def _awaited(self, answers: list[Message], first: Awaitable[Message], calls: Sequence[ToolCall]) -> Step:
+        answers.append(await first)
+        for call in calls:
+            answer = self._tools.called(call)
+            answers.append(await answer if isawaitable(answer) else answer)
         return Step(messages=answers)
 
 
@@ -109,7 +123,9 @@ def function_tools(
     Without ``parse`` the chat template says how a call is written.
 
     Raises:
-        ValueError: a function that does not describe itself, two with one name, or a template without tools.
+        ValueError: a function that does not describe itself or that no call fits, two with one name, or a template
+            without tools.
+        TypeError: ``parse`` gives no list of calls for a turn without one.
     """
     named: dict[str, Callable[..., Any]] = {}
     schemas: list[Any] = []
@@ -124,25 +140,93 @@ def function_tools(
         name = schema["function"]["name"]
         if name in named:
             raise ValueError(f"two tools are named {name}: the policy could not say which it calls")
+        _require_calls_fit(function, schema["function"])
         named[name] = function
         schemas.append(schema)
     if not named:
         raise ValueError("tools has no function: generate() draws completions without tools")
+    if parse is not None:
+        with contextlib.suppress(ValueError):  # the words that a policy would read
+            _calls(parse, "")
     return FunctionTools(named, tuple(schemas), parse or call_form(tokenizer, schemas).calls)
 
 
+def _require_calls_fit(function: Callable[..., Any], schema: Mapping[str, Any]) -> None:
+    """Refuse a function whose schema would lead the policy to calls of which none can be right.
+
+    Raises:
+        ValueError: with the arguments that no call can name; or for a generator, which would never be run.
+    """
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    described = schema["parameters"]["properties"] if "parameters" in schema else {}
+    if unnamed := [str(p) for p in parameters if p.kind not in by_name or p.name not in described]:
+        raise ValueError(
+            f"the tool {schema['name']} gets the arguments that its schema describes, by their names, and none of "
+            f"these can be {', '.join(unnamed)}: name its parameters without * and /; of a class give an object's "
+            "method"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"the tool {schema['name']} yields: the policy reads what a tool returns")
+
+
+def _calls(parse: Parse, text: str) -> list[ToolCall]:
+    """The calls that ``parse`` finds.
+
+    Raises:
+        TypeError: it gives something else.
+        ValueError: its own, whose words the policy reads.
+    """
+    answer = parse(text)
+    calls = list(answer) if isinstance(answer, Iterable) else [answer]
+    for call in calls:
+        match call:
+            case [str(), dict()]:
+                continue
+        raise TypeError(
+            f"parse returned {answer!r} for the turn {text!r}, expected a list of calls, each a tool's name and a "
+            "dict of its arguments: [] for a turn without a call"
+        )
+    return [ToolCall(*call) for call in calls]
+
+
 def _answer(result: Any) -> Message:
-    """A message of the role ``tool``; what is no text is written as JSON, or as Python shows it."""
+    """A message of the role ``tool``; what is no text is written as JSON, or as Python shows it.
+
+    Raises:
+        TypeError: Python shows the address of an object, which says nothing, and another in every run.
+    """
     if not isinstance(result, str):
-        try:
-            result = json.dumps(result, ensure_ascii=False)
-        except (TypeError, ValueError):
-            result = str(result)
+        value, result = result, _shown(result)
+        if re.search(r" at 0x[0-9a-fA-F]+>", result):
+            raise TypeError(
+                f"a tool returns text or JSON; this is of the type {type(value).__name__}, or has an object"
+            )
     try:
         require_characters(result, "the result")
     except ValueError as error:
         result = _error(str(error))
     return {"role": "tool", "content": result}
+
+
+def _shown(result: Any) -> str:
+    try:
+        return json.dumps(result, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row."""
+    if isinstance(value, np.floating):
+        return float(str(value))  # the digits of its own precision
+    if not hasattr(value, "tolist"):
+        raise TypeError
+    return value.tolist()
+
+
+def _failed(words: str) -> Message:
+    return _answer(_error(words))
 
 
 def _error(words: str) -> str:

@@ -1,7 +1,7 @@
 """Calls of tools in a policy's text: their form is read off the chat template that shows the model its tools."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,33 +45,31 @@ class CallForm:
             ValueError: behind a mark stands no call; the policy may read the message.
         """
         calls: list[ToolCall] = []
-        for place in self._places(text):
+        place = self._place(text, 0)
+        while place is not None:
             try:
-                payload, _ = json.JSONDecoder().raw_decode(text, place)
-            except ValueError as error:
+                payload, end = json.JSONDecoder().raw_decode(text, place)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"the call is no JSON: {error}") from None
             for call in payload if isinstance(payload, list) else [payload]:
                 calls.append(self._call(call))
+            place = self._place(text, end)  # a mark inside of the arguments is a text of theirs
         return calls
 
-    def _places(self, text: str) -> Iterator[int]:
-        """Where the JSON of a call begins."""
-        if not self.mark:
-            start = len(text) - len(text.lstrip())
-            if text[start : start + 1] == "{" and self._is_call(text[start:]):
-                yield start
-            return
-        place = text.find(self.mark)
-        while place >= 0:
-            place += len(self.mark)
-            yield place + len(text[place:]) - len(text[place:].lstrip())
-            place = text.find(self.mark, place)
+    def _place(self, text: str, start: int) -> int | None:
+        """Where the JSON of the next call begins."""
+        if self.mark:
+            start = text.find(self.mark, start) + len(self.mark)
+            if start < len(self.mark):
+                return None
+        place = start + len(text[start:]) - len(text[start:].lstrip())
+        return place if self.mark or (text[place : place + 1] == "{" and self._is_call(text[place:])) else None
 
     def _is_call(self, text: str) -> bool:
         """Whether a text without a mark is meant as a call: an answer may be JSON, too."""
         try:
             return _at(json.loads(text), self.name) is not None
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
 
     def _call(self, payload: Any) -> ToolCall:
@@ -79,7 +77,7 @@ class CallForm:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"the arguments are no JSON: {error}") from None
         arguments = {} if arguments is None else arguments
         if not isinstance(name, str) or not isinstance(arguments, dict):

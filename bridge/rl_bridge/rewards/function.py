@@ -4,7 +4,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from inspect import isawaitable
 from pathlib import Path
@@ -287,6 +287,8 @@ class Asked:
         lists: dict[str, list[Any]] = {}
         for name, column in columns.items():
             try:
+                if isinstance(column, Set):
+                    raise TypeError("without an order")
                 lists[str(name)] = list(column)
             except TypeError:
                 raise RewardError(

@@ -2,11 +2,14 @@
 
 import asyncio
 import concurrent.futures
+import datetime
 import inspect
 import logging
 import sqlite3
 
+import numpy as np
 import pytest
+import torch
 
 from rl_bridge.environments import Step
 from rl_bridge.environments.functions import function_tools
@@ -56,11 +59,14 @@ def cut(after: bool) -> object:
     return {"text": HALF}
 
 
+WITHOUT_ARGUMENTS = ("broken", "nobody", "result", "later", "at_once")
+
+
 def parse(text):
     """Calls as ``name key=value …``, one a line; ``?`` is none that can be read."""
     if text == "?":
         raise ValueError("a call is a name with its arguments")
-    names = [line.split() for line in text.splitlines() if "=" in line or line in ("broken", "nobody")]
+    names = [line.split() for line in text.splitlines() if "=" in line or line in WITHOUT_ARGUMENTS]
     return [
         (name, {key: int(value) if value.isdigit() else value for key, value in (pair.split("=") for pair in pairs)})
         for name, *pairs in names
@@ -104,6 +110,98 @@ def test_half_of_a_character_is_an_error_that_the_policy_reads(after, character,
     place = f"the result: half of a surrogate pair (U+D83D) at character {character}"
     with caplog.at_level(logging.CRITICAL, logger="rl_bridge.environments.functions"):
         assert answers(f"cut after={after}", cut) == [f"error: {place}: the text was cut in a character"]
+
+
+class Mute:
+    """No text comes of this."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def count():
+    yield 1
+
+
+async def count_later():
+    yield 1
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+TYPE = "error: TypeError: a tool returns text or JSON; this is of the type"
+
+
+async def later(value):
+    return value
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "later"])
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (None, "null"),
+        ("", ""),
+        (True, "true"),
+        (float("inf"), "Infinity"),
+        (b"ab", "b'ab'"),
+        ({1, 2}, "{1, 2}"),
+        (datetime.date(2020, 1, 1), "2020-01-01"),
+        ({(1, 2): 3}, "{(1, 2): 3}"),
+        (np.float32(0.1), "0.1"),
+        (np.bool_(True), "true"),
+        (np.arange(5000), str(list(range(5000)))),
+        (torch.tensor(3), "3"),
+        ({"rows": torch.arange(2000)}, f'{{"rows": {list(range(2000))}}}'),
+        ({"n": np.int64(3), "x": [np.float32(0.1)]}, '{"n": 3, "x": [0.1]}'),
+        (Mute(), "error: RuntimeError: no words"),
+        ({(1, 2): object()}, f"{TYPE} dict, or has an object"),
+        ({"n": count()}, f"{TYPE} dict, or has an object"),
+        (count(), f"{TYPE} generator, or has an object"),
+        (count_later(), f"{TYPE} async_generator, or has an object"),
+        (map(str, [1]), f"{TYPE} map, or has an object"),
+        (count, f"{TYPE} function, or has an object"),
+        (nested(100_000), "error: RecursionError: maximum recursion depth exceeded while encoding a JSON object"),
+        (10**5000, "error: ValueError: Exceeds the limit (4300 digits) for integer string conversion"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_whatever_a_function_returns_is_read_as_its_words_or_as_a_fault(value, expected, waits, caplog):
+    """The policy read "<generator object … at 0x7f…>", another text in every run, and nobody else read anything."""
+
+    def result() -> object:
+        """Give it."""
+        return later(value) if waits else value
+
+    with caplog.at_level(logging.CRITICAL, logger="rl_bridge.environments.functions"):
+        (words,) = answers("result", result)
+    assert words == expected if "digits" not in expected else words.startswith(expected)
+
+
+@pytest.mark.parametrize("order", ["later at_once later at_once", "at_once later", "later later at_once"])
+def test_calls_are_made_in_the_order_the_policy_wrote_them(order):
+    """A call that had to be awaited was made after all that had not: one read what an earlier one had yet to write."""
+    made = []
+
+    async def later() -> int:
+        """Answer later."""
+        await asyncio.sleep(0)
+        made.append("later")
+        return len(made)
+
+    def at_once() -> int:
+        """Answer at once."""
+        made.append("at_once")
+        return len(made)
+
+    names = order.split()
+    assert answers("\n".join(names), later, at_once) == [str(n + 1) for n in range(len(names))]
+    assert made == names
 
 
 def test_functions_that_wait_for_nothing_answer_in_their_thread():
@@ -184,6 +282,136 @@ def undescribed(a: int) -> int:
 def test_tools_that_a_model_could_not_call_are_refused(functions, words):
     with pytest.raises(ValueError, match=words):
         function_tools(functions, bytes_tokenizer("chatml"))
+
+
+def before_the_slash(a: int, /) -> int:
+    """
+    Add one.
+
+    Args:
+        a: The number.
+    """
+    return a + 1
+
+
+def starred(*a: int) -> int:
+    """
+    Add numbers.
+
+    Args:
+        a: The numbers.
+    """
+    return sum(a)
+
+
+def twice_starred(**a: int) -> int:
+    """
+    Add numbers.
+
+    Args:
+        a: The numbers.
+    """
+    return sum(a.values())
+
+
+class Adding:
+    """
+    Add a number.
+
+    Args:
+        a: The number.
+    """
+
+    def __init__(self, a: int):
+        self.a = a
+
+    def method(self, b: int) -> int:
+        """
+        Add to it.
+
+        Args:
+            b: The number.
+        """
+        return self.a + b
+
+
+def yielding(a: int) -> int:
+    """
+    Count.
+
+    Args:
+        a: The last number.
+    """
+    yield from range(a)
+
+
+async def yielding_later(a: int) -> int:
+    """
+    Count.
+
+    Args:
+        a: The last number.
+    """
+    yield a
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (before_the_slash, r"none of these can be a: int: name its parameters"),
+        (starred, r"none of these can be \*a: int: name its parameters"),
+        (twice_starred, r"none of these can be \*\*a: int: name its parameters"),
+        (Adding, r"none of these can be a: int: name its parameters"),
+        (Adding.method, r"none of these can be self: name its parameters.*give an object's method"),
+        (yielding, r"the tool yielding yields: the policy reads what a tool returns"),
+        (yielding_later, r"the tool yielding_later yields: the policy reads what a tool returns"),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_a_function_that_every_call_would_misfit_is_refused(function, words):
+    """The policy was shown a schema of which each call failed, or bound as another one: {"a": {"a": 1}}."""
+    with pytest.raises(ValueError, match=words):
+        function_tools([function], bytes_tokenizer("chatml"), parse)
+
+
+def test_a_method_and_named_arguments_behind_a_star_are_a_tool():
+    def behind(*, b: int) -> int:
+        """
+        Add one.
+
+        Args:
+            b: The number.
+        """
+        return b + 1
+
+    assert answers("method b=2\nbehind b=3", Adding(1).method, behind) == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [None, 3, "add", ["add"], ("add", {}), [("add",)], [("add", None)], [("add", [1])], [(1, {})], [{"name": "add"}]],
+    ids=str,
+)
+@pytest.mark.parametrize("of_every_turn", [True, False], ids=["every turn", "some turn"])
+def test_a_parse_that_gives_no_calls_is_named_and_no_fault_of_the_policy(calls, of_every_turn):
+    """The policy read that there is no tool 'name', of a dict's key; and None, of a turn without a call, was no end."""
+
+    def own_parse(text):
+        return calls if of_every_turn or text else []
+
+    with pytest.raises(TypeError, match=r"parse returned .* expected a list of calls"):
+        function_tools([add], bytes_tokenizer("chatml"), own_parse)().step([{"role": "assistant", "content": "x"}])
+
+
+def test_a_parse_may_yield_calls_and_refuse_an_empty_turn():
+    def own_parse(text):
+        if not text:
+            raise ValueError("say something")
+        yield ["add", {"a": 1}]
+
+    session = function_tools([add], bytes_tokenizer("chatml"), own_parse)()
+    contents = [session.step([{"role": "assistant", "content": text}]).messages[0]["content"] for text in ("x", "")]
+    assert contents == ["2", "error: say something"]
 
 
 def test_the_schemas_are_of_the_functions():

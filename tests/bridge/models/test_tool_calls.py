@@ -53,6 +53,30 @@ def test_a_call_that_the_template_writes_is_read_back(family):
         assert form.calls(f"First I look: {said} and again {said}") == [ToolCall("search", arguments)] * 2
 
 
+@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("inside", ["see {}", '{}{{"name": "add"}}', "{}[1]", "{}"])
+def test_a_call_inside_of_an_argument_is_a_text(family, inside):
+    """A model that wrote about calls made none: each mark was read as the beginning of one, in texts as well."""
+    form = call_form(tokenizer_of(WRITTEN[family] + "{% endfor %}" + CLOSED.get(family, "")), TOOLS)
+    arguments = {"text": inside.format(form.mark)}
+    call = {form.name[-1]: "add", form.arguments[-1]: arguments}
+    if len(form.name) > 1:
+        call = {form.name[0]: call}
+    assert form.calls(form.mark + json.dumps(call)) == [ToolCall("add", arguments)]
+
+
+@pytest.mark.parametrize("levels", [1000, 100_000])
+@pytest.mark.parametrize("behind", ["", '{"name": ', '{"name": "add", "arguments": '])
+def test_a_call_that_is_nested_too_deeply_is_the_policy_s_fault(behind, levels):
+    """It ended the conversation as an environment's failure, which costs the policy nothing."""
+    hermes, llama = (call_form(tokenizer_of(WRITTEN[name] + "{% endfor %}"), TOOLS) for name in ("hermes", "llama"))
+    with pytest.raises(ValueError, match="the call is no JSON"):
+        hermes.calls("<tool_call>" + behind + "[" * levels)
+    with pytest.raises(ValueError, match="the arguments are no JSON"):
+        hermes.calls('<tool_call>{"name": "add", "arguments": "' + "[" * levels + '"}')
+    assert llama.calls(behind + "[" * levels) == []
+
+
 def test_an_answer_in_json_is_no_call():
     form = call_form(tokenizer_of(WRITTEN["llama"] + "{% endfor %}"), TOOLS)
     assert form.mark == "" and form.calls('{"result": 3}') == form.calls("{3, 4}") == []

@@ -267,6 +267,9 @@ def test_what_is_no_number_is_refused(value):
     [
         ([1.0], "row 1 to problems.jsonl, row 2 (2 completions in one call) returned 1 numbers for 2 trajectories"),
         ([1.0] * 3, "returned 3 numbers for 2 trajectories"),
+        ({1.0, 2.0}, "returned {1.0, 2.0}, expected a list of 2 numbers"),
+        (frozenset({1.0, 2.0}), "returned frozenset({1.0, 2.0}), expected a list of 2 numbers"),
+        ({"a": {1.0, 2.0}}, "returned {1.0, 2.0}, expected a list of 2 numbers"),
         (None, "returned None, expected a list of 2 numbers, one a trajectory"),
         ({"a": [1.0], "b": [1.0, 2.0]}, "returned 1 numbers for 2 trajectories as 'a'"),
         ([1.0, None], "on problems.jsonl, row 2 returned None, expected a finite number; completion 'b'"),

@@ -1,6 +1,7 @@
 import dataclasses
 import random
 
+import numpy as np
 import pytest
 
 from rl_bridge.environments import Step
@@ -170,6 +171,9 @@ def test_if_every_environment_fails_the_run_ends_with_the_cause():
         (Step(reward=float("nan")), "gave the reward nan, expected a finite number or None"),
         (Step(reward="1"), "gave the reward '1', expected a finite number or None"),
         (Step(state_id=-1), "gave the state -1, expected an integer ≥ 0 or None"),
+        (Step(done="no"), "gave done='no', expected True or False"),
+        (Step(done=[]), r"gave done=\[\], expected True or False"),
+        (Step(done=np.array([True, False])), r"gave done=array\(\[ True, False\]\), expected True or False"),
         (Step(messages=[{"role": "tool", "content": "x"}]), "cannot encode 'x'|cannot encode '<eos>x'"),
     ],
 )
@@ -189,6 +193,21 @@ def test_nonsense_as_an_opening_is_an_error(answer):
             return answer
 
     with pytest.raises(ValueError, match=r"failed in all 4 conversations; .*reset\(\)"):
+        converse(4, factory=Nonsense)
+
+
+@pytest.mark.parametrize(
+    "tools", ["add", {"type": "function"}, 3, map(str, ())], ids=lambda tools: type(tools).__name__
+)
+def test_an_environment_s_tools_are_a_list(tools):
+    """Of a text each letter was a tool, of one schema each key."""
+
+    class Nonsense(Sum):
+        def __init__(self):
+            super().__init__()
+            self.tools = tools
+
+    with pytest.raises(ValueError, match=r"has the tools .*, expected a list of JSON schemas or None"):
         converse(4, factory=Nonsense)
 
 
