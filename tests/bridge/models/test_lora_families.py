@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_bridge.executors import LocalExecutor
-from rl_bridge.models import lora
+from rl_bridge.models import model_source
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.lora_targets import is_linear, routers
 from rl_bridge.models.model_source import StateSource
@@ -93,8 +93,8 @@ def test_what_an_adapter_trains_is_what_it_merges_to(family, targets, tmp_path, 
                 parameter.fill_(torch.nan)
         return found
 
-    materialize = lora.materialize
-    monkeypatch.setattr(lora, "materialize", dirty)
+    materialize = model_source.materialize
+    monkeypatch.setattr(model_source, "materialize", dirty)
     policy, twin = loaded(source), loaded(source)
     close(logits(policy), logits(base))  # to rounding: Jamba is 7e-7 off on one CPU
     drawn = dict(twin.named_parameters())
