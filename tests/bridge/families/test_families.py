@@ -36,7 +36,7 @@ same_transformers = pytest.mark.skipif(
 
 @same_transformers
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.slow, id=kind) for kind in MADE]
+    "kind", [pytest.param(kind, marks=() if kind in SHORT else pytest.mark.long, id=kind) for kind in MADE]
 )
 def test_a_family_is_as_the_table_says_and_never_wrong(kind):
     found = cells_of(kind, COLUMNS)
@@ -46,7 +46,7 @@ def test_a_family_is_as_the_table_says_and_never_wrong(kind):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @same_transformers
 @pytest.mark.parametrize("part", range(4))
 def test_two_ranks_are_as_the_table_says_and_never_wrong(part):
