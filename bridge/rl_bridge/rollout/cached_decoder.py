@@ -205,13 +205,11 @@ class CachedDecoder(Decoder):
             row.logprobs.append(logprob)
             row.stopped = token in self._stop or (row.text is not None and row.text.add(token) is not None)
         if sampled.allowed_tokens is not None:
-            ids, counts = sampled.allowed_tokens, sampled.allowed_count.tolist()
-            # From a device half the bytes; here one row after another stays in the cache.
-            ids = (ids if ids.device.type == "cpu" else ids.int().cpu()).numpy()
+            ids, counts = sampled.allowed_tokens.cpu().numpy(), sampled.allowed_count.tolist()
             for row, allowed, count in zip(rows, ids, counts, strict=True):
                 if not row.greedy:
                     row.allowed.append(array("i"))
-                    row.allowed[-1].frombytes(allowed[:count].astype("int32").view("uint8"))
+                    row.allowed[-1].frombytes(allowed[:count].view("uint8"))
         ended = [n for n, row in enumerate(rows, first) if row.stopped or len(row.tokens) == row.limit]
         return [self._drawn(row) for row in self._leave(ended)] if ended else []
 
