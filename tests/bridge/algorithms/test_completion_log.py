@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,6 +175,16 @@ def test_the_file_is_bounded(tmp_path, monkeypatch):
     kept = sum(due(step, 1) for step in range(1_000_000))
     assert kept < 256 * (1 + math.log2(1_000_000 / 256))
     assert not any(due(step, 0) for step in range(9))
+
+
+def test_the_file_s_bounds_are_those_that_its_page_tells():
+    page = (Path(__file__).parents[3] / "docs" / "tools.md").read_text("utf-8")
+    part = page.split("**completions.jsonl.**")[1].split("\n**")[0].replace("\n", " ")
+    (tokens,) = re.findall(r"At most (\d+) tokens of a completion", part)
+    (steps,) = re.findall(r"After (\d+) steps at one distance the distance doubles", part)
+    (mebibytes,) = re.findall(r"the file ends at (\d+) MiB", part)
+    bounds = completion_log.TOKENS, completion_log.STEPS, completion_log.BYTES
+    assert bounds == (int(tokens), int(steps), int(mebibytes) << 20)
 
 
 def test_a_resumed_run_writes_what_was_cut_off_again(tmp_path):

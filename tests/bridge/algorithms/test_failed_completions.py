@@ -4,9 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import rl_bridge
-from rl_bridge.algorithms.completions import rewarded, without_signal
+from rl_bridge.algorithms.completions import failures, rewarded, without_signal
 from rl_bridge.algorithms.evaluation import Evaluator, evaluate, gain, pass_rates
 from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.trajectory import single_turn
@@ -56,6 +58,17 @@ def test_every_metric_is_that_of_the_completions_that_ended(reason, kind, failed
     held_out = groups.held_out(pass_at=(1, 2))
     assert held_out.pop(f"held_out_{NAMES[reason]}") == 0.25
     assert held_out | {"held_out_errors": 0.0} == pytest.approx(without.held_out(pass_at=(1, 2)))
+
+
+@given(reasons=st.lists(st.sampled_from(["stop", "length", *NAMES]), max_size=5), turns=st.integers(1, 2))
+@example(reasons=["error"], turns=1)
+@example(reasons=["abort"], turns=2)
+def test_the_shares_of_failures_are_of_all_completions_however_few(reasons, turns):
+    shares = failures([drawn(0, 0, reason, turns=turns) for reason in reasons])
+    for reason, name in NAMES.items():
+        assert shares.get(name, 0) * len(reasons) == pytest.approx(reasons.count(reason))
+        counted = reason in reasons or (name == "errors" and turns == 2 and reasons)
+        assert (name in shares) == bool(counted), "a share of none is told of conversations alone"
 
 
 def completed(reasons):

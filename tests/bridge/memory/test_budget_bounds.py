@@ -45,6 +45,17 @@ def test_of_a_step_without_tokens_or_of_unknown_room_nothing_is_learnt(unknown):
     assert budget == TokenBudget(tokens=1000)
 
 
+@given(base=st.integers(0, 100), took=st.integers(1, 200), room=st.integers(1, 200), tokens=st.integers(LEAST, MOST))
+@example(base=0, took=20, room=1, tokens=4096)
+def test_where_there_is_not_room_for_as_many_tokens_it_falls_to_those_that_fit(base, took, room, tokens):
+    """However little room there is."""
+    budget = TokenBudget(tokens=tokens)
+    budget.measured(base=base, peak=base + took, room=room, tokens=tokens)
+    fit = int((0.8 * room - base) / (took / tokens))
+    if fit < tokens:
+        assert budget.tokens == max(LEAST, fit)
+
+
 def test_a_step_that_took_nothing_or_gave_memory_back_leaves_it_room():
     for peak in (5, 10):
         budget = TokenBudget(tokens=1000)

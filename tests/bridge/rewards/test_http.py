@@ -245,6 +245,17 @@ def test_a_judge_file_that_cannot_serve(tmp_path, text, message):
         load(f"judge:{tmp_path / 'absent.toml'}")
 
 
+LEAST = {"max_tokens": 1, "maximum": 5e-324, "temperature": 0, "retries": 0, "concurrency": 1, "wait": 0}
+
+
+@pytest.mark.parametrize(("name", "least"), LEAST.items(), ids=LEAST)
+def test_the_least_limits_of_a_judge_are_taken_and_what_is_below_refused(name, least):
+    words = {"url": "http://a", "model": "x", "template": ""}
+    assert getattr(Judge(**words, **{name: least}), name) == least
+    with pytest.raises(ValueError, match=name):
+        Judge(**words, **{name: least - 1})
+
+
 def test_a_remote_reward_model_scores_batches():
     def reply(path, payload, number):
         assert payload["prompts"] == [message[0]["content"] for message in payload["messages"]]

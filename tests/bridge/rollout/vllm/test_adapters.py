@@ -1,8 +1,14 @@
-"""What an adapter must have, from its configuration and a checkpoint's header."""
+"""An adapter has what its configuration and a checkpoint's header promise, and requests run with the one that came."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.lora_adapters import expected_adapter
 from rl_bridge.weights.manifest import Manifest, TensorSpec
 
@@ -62,3 +68,54 @@ def test_a_pattern_gives_a_matrix_another_rank():
 def test_what_vllm_computes_otherwise_is_refused(changed, said):
     with pytest.raises(ValueError, match=said):
         expected_adapter(sent(**changed), CHECKPOINT, 2)
+
+
+class AdapterRequest(NamedTuple):
+    """vLLM's request for an adapter: it knows an adapter by the number."""
+
+    name: str
+    number: int
+    folder: str
+    load_inplace: bool = False
+
+
+class Engine:
+    """Notes the folder of the adapter that each request begins with; its scheduler takes all calls."""
+
+    pause_scheduler = collective_rpc = set_weight_version = lambda self, *arguments, **options: None
+
+    def __init__(self, folder):
+        model = SimpleNamespace(get_vocab_size=lambda: 9, max_model_len=64)
+        self.vllm_config = SimpleNamespace(
+            model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=False)
+        )
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.adapters, self.requests = {}, {}
+
+    def add_lora(self, request):
+        if request.load_inplace or request.number not in self.adapters:
+            self.adapters[request.number] = request.folder
+
+    def list_loras(self):
+        return set(self.adapters)
+
+    def add_request(self, name, prompt, params, lora_request=None):
+        self.requests[name] = None if lora_request is None else self.adapters[lora_request.number]
+
+    def abort_request(self, names):
+        for name in names:
+            del self.requests[name]
+
+
+def test_every_request_begins_with_the_newest_adapter_and_the_first_one_begins_those_that_run_again(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=AdapterRequest))
+    client = InProcessEngine(Engine, lambda engine: None, Path("checkpoint"), sampling=SimpleNamespace)
+    params = SimpleNamespace(clone=lambda: None)
+    client.add_request("before", {}, params)
+    assert client.engine.requests == {"before": None}
+    for number, folder in enumerate(("one", "two")):
+        client.adopt(Path(folder), str(number))
+        client.add_request(folder, {}, params)
+    assert client.engine.requests == {"before": "one", "one": "one", "two": "two"}
+    client.replace(Path("checkpoint"), "3", Path("three"))
+    assert client.engine.requests == dict.fromkeys(("before", "one", "two"), "three")

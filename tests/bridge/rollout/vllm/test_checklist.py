@@ -27,18 +27,25 @@ ORDER = ["generate", "pause", "start", "update", "finish", "version", "held", "r
 
 
 @pytest.fixture
-def world(tmp_path):
-    """A policy at version 1, its proved copy in the engine, and a request that runs."""
+def begun(tmp_path):
+    """A policy at version 1, and an engine that has taken nothing yet."""
     model, executor = make_model(tied=True), LocalExecutor("cpu")
     model.save_pretrained(tmp_path / "model")
     engine, worker = rollout(open_double, tmp_path / "model", executor, copies=tmp_path / "copies")
     policy = trainer(model, executor)
     policy.advance()
+    yield policy, engine, worker
+    worker.updated.receiver.copies.close()
+
+
+@pytest.fixture
+def world(begun):
+    """A policy at version 2, its proved copy of version 1 in the engine, and a request that runs."""
+    policy, engine, worker = begun
     policy.sync_weights(engine)
     start_request(worker.client, "running")
     policy.advance()
-    yield policy, engine, worker
-    worker.updated.receiver.copies.close()
+    return begun
 
 
 def model_of(policy):
@@ -135,6 +142,16 @@ def test_more_fresh_engines_in_a_row_than_may_stop_the_run(world, monkeypatch):
     with pytest.raises(WeightSyncError, match=r"4 updates in a row needed a fresh engine, and 3 may.*update failed"):
         policy.sync_weights(engine)
     assert engine.weights_version == policy.weights_version() and gap(draw(worker.client), model_of(policy)) < 1e-4
+
+
+def test_as_many_fresh_engines_in_a_row_may_be_the_first(begun, monkeypatch):
+    policy, engine, worker = begun
+    monkeypatch.setattr(worker.client, "update", failing("update"))
+    for _ in range(REPLACEMENTS):
+        assert policy.sync_weights(engine) == engine.weights_version == policy.weights_version()
+        policy.advance()
+    with pytest.raises(WeightSyncError, match=r"4 updates in a row needed a fresh engine, and 3 may.*update failed"):
+        policy.sync_weights(engine)
 
 
 def test_a_step_s_record_says_how_many_engines_were_replaced_and_tensors_not_compared(world, monkeypatch):
