@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rl_bridge.common.files import write_json
 from rl_tools.cli import main
-from rl_tools.export.export import ExportOptions, Session, export, key_of
+from rl_tools.export.export import ExportOptions, Session, Target, export, key_of
 from rl_tools.report.run_files import read_run
 from tests.bridge.tools.export.ledgers import Trainer, curves, sample
 from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
@@ -230,6 +232,18 @@ def test_an_export_reads_a_record_as_a_report_does(trainer, output, name, odd):
             refusals.append(str(error).partition(": ")[2])
     fits = ("a text",) if name == "stage" else ("null", "NaN") if name in ("loss", "note") else ()
     assert refusals[0] == refusals[1] and (refusals[0] is None) == (odd in fits)
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file"])
+@pytest.mark.parametrize("to", get_args(Target))
+def test_an_output_that_is_no_folder_is_refused_by_its_option(trainer, tmp_path, to, kind):
+    """The error named a path inside of it, after a library had begun its work."""
+    trainer.step(1)
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" if kind == "a file" else tmp_path / "file" / "below"
+    with pytest.raises(ValueError, match=f"--output {re.escape(str(output))}: {tmp_path}/file is a file, and a folder"):
+        export(trainer.folder, ExportOptions(to=to, output=output))
+    assert (tmp_path / "file").read_text() == "mine" and not (trainer.folder / "exports").exists()
 
 
 def test_a_step_without_its_stage_is_not_left_out(trainer, output):
