@@ -14,7 +14,7 @@ from rl_bridge.common.user_marks import content_of
 from rl_bridge.run.options import in_vain
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
-from rl_tools.tune.journal import CONTENTS, Journal, library
+from rl_tools.tune.journal import CONTENTS, Event, Journal, library
 from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
@@ -185,7 +185,18 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     )
     events = run_study(study, resume=arguments.resume)
     say("\n".join(write_report(study.folder)))
-    return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
+    return 0 if _succeeded(events) else 1
+
+
+def _succeeded(events: Sequence[Event]) -> bool:
+    """Whether a trial came to its end and, where the best one ran with fresh seeds, one of these runs did."""
+    from rl_tools.tune.study_report import summary_of
+
+    complete = any(event["kind"] == "told" and event["status"] == "complete" for event in events)
+    if not complete or all(event["kind"] != "confirming" for event in events):
+        return complete
+    best = summary_of(events)["best"] or {}
+    return "confirmed" in best or "unconfirmed" not in best
 
 
 def _ends_of_seeds(arguments: argparse.Namespace) -> tuple[int, int]:
