@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,7 @@ from rl_bridge.common.user_files import belongs_to_a_thread
 from rl_bridge.data.messages import require_characters
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Step
+from rl_bridge.environments.tool_arguments import fitting, without_json
 from rl_bridge.models.encoding import messages_of
 from rl_bridge.models.tool_calls import ToolCall, call_form
 
@@ -50,14 +51,28 @@ class FunctionTools:
             return _failed(f"there is no tool {call.name!r}; there are {', '.join(self.functions)}")
         function = self.functions[call.name]
         try:
-            inspect.signature(function).bind(**call.arguments)
-        except TypeError as error:
+            arguments = self._fitting(call, inspect.signature(function).bind(**call.arguments).signature.parameters)
+        except (TypeError, ValueError, RecursionError) as error:
             return _failed(f"{call.name}: {error}")
         try:
-            result = function(**call.arguments)
+            result = function(**arguments)
             return self._awaited(call.name, result) if isawaitable(result) else _answer(result)
         except Exception as error:
             return _answer(self.raised(call.name, error))
+
+    def _fitting(self, call: ToolCall, parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+        """A call's arguments as the tool's schema describes them; a default of None may be written, too.
+
+        Raises:
+            ValueError: one is of another type.
+        """
+        schema = next(s["function"] for s in self.schemas if s["function"]["name"] == call.name)
+        return {
+            name: value
+            if value is None and parameters[name].default is None
+            else fitting(value, schema["parameters"]["properties"][name], name)
+            for name, value in call.arguments.items()
+        }
 
     async def _awaited(self, name: str, result: Awaitable[Any]) -> Message:
         try:
@@ -166,6 +181,12 @@ def _require_calls_fit(function: Callable[..., Any], schema: Mapping[str, Any]) 
             f"these can be {', '.join(unnamed)}: name its parameters without * and /; of a class give an object's "
             "method"
         )
+    for name, hint in get_type_hints(function).items():
+        if name in described and (types := [getattr(kind, "__name__", str(kind)) for kind in without_json(hint)]):
+            raise ValueError(
+                f"the tool {schema['name']}: no JSON value is of the type {', '.join(types)} of its argument {name}, "
+                "and a call's arguments are JSON: take numbers, text (typing.Literal names choices), lists or dicts"
+            )
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ValueError(f"the tool {schema['name']} yields: the policy reads what a tool returns")
 

@@ -21,7 +21,7 @@ from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, KeyMemory, UnreadColumns, remark_on_keys
 from rl_bridge.engines.engine import Engine
-from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, pad_of_rewards, remark_on_unread
+from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, marked, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
 from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
@@ -490,7 +490,7 @@ def load_rows(
 def rows_for_loss(model: Model, encoded_rows: Sequence[Trajectory] | Sequence[Example], **options: Any) -> Rows:
     """Rows that were encoded for a model and a loss; ``options`` are those of ``Rows``."""
     batch: Callable[..., TokenBatch | PairBatch] = batch_of if isinstance(encoded_rows[0], Example) else collate
-    return Rows(encoded_rows, collate=lambda part: batch(part, model.pad_token), **options)
+    return Rows(encoded_rows, collate=lambda part: marked(batch(part, model.pad_token), model.tokenizer), **options)
 
 
 def _count(census: SourceCensus, trained: int, left_out: int, max_length: int | None) -> None:

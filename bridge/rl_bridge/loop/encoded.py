@@ -2,20 +2,42 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.data.comparisons import Comparison
+from rl_bridge.data.comparisons import Comparison, PairBatch
 from rl_bridge.data.examples import Example, examples_of
 from rl_bridge.data.messages import Chat, chat_of
 from rl_bridge.data.rows import refuse
+from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.data.unread_keys import remark_on_keys
 from rl_bridge.models.encoding import encode_completion, encode_row
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import chat_of_row, check_rows, pad_with_no_end, remark_on_words
 from rl_bridge.modules.comparison import REWARD_LOSSES, UNMATCHED, ComparisonLoss
+
+Batch = TypeVar("Batch", bound=TokenBatch | PairBatch)
+_tokenizers = WeakTensorKeyDictionary()
+"""Who encoded a batch, by the tensor of its tokens: a batch travels to the workers, and this stays here."""
+
+
+def marked(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> Batch:
+    """The same batch, of which ``encoder_of`` gives the tokenizer."""
+    _tokenizers[_tokens(batch)] = tokenizer
+    return batch
+
+
+def encoder_of(batch: TokenBatch | PairBatch) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of ``marked``; None for a batch that was made elsewhere, or cut since."""
+    return _tokenizers.get(_tokens(batch))
+
+
+def _tokens(batch: TokenBatch | PairBatch) -> Tensor:
+    return (batch.completions if isinstance(batch, PairBatch) else batch).tokens
 
 
 def encoded(

@@ -19,6 +19,7 @@ from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.data import Model, Rows
+from rl_bridge.loop.encoded import encoder_of
 from rl_bridge.loop.groups import GroupBatch, require_batch
 from rl_bridge.models.exported_files import ExportDtype, export_types
 from rl_bridge.models.pretrained import require_vocabulary, save_pretrained
@@ -142,6 +143,15 @@ class Scored:
         if batch.groups.tokenizer is not None:
             self.require_vocabulary(batch.groups.tokenizer, "the rollout that drew these completions")
 
+    def require_encoded(self, batch: TokenBatch | PairBatch) -> None:
+        """Refuse rows or comparisons whose ids are other tokens here, where it is known who encoded them.
+
+        Raises:
+            ValueError: they were encoded for a model with another vocabulary.
+        """
+        if (tokenizer := encoder_of(batch)) is not None:
+            self.require_vocabulary(tokenizer, "the model that these rows were encoded for")
+
     def require_vocabulary(self, tokenizer: PreTrainedTokenizerBase, of_other: str) -> None:
         """Refuse a tokenizer by whose ids this model reads other tokens; each is compared once.
 
@@ -149,7 +159,7 @@ class Scored:
             ValueError: with a token that this model does not have, and ``of_other``.
         """
         if not any(tokenizer is other for other in self._compared):
-            require_vocabulary(self.model.tokenizer, tokenizer, kind=self.kind, of_other=of_other)
+            require_vocabulary(self.model.tokenizer, tokenizer, kind=type(self).__name__, of_other=of_other)
             self._compared.append(tokenizer)
 
     def parts(self) -> dict[str, Engine | Stateful]:
@@ -234,6 +244,7 @@ class Reference(Scored):
         whose shares have then the same rows.
         """
         if isinstance(batch, PairBatch):
+            self.require_encoded(batch)
             return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
         self.require_batch(batch)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
@@ -247,11 +258,13 @@ class Reference(Scored):
 
         Raises:
             TypeError: rows that are no comparisons.
+            ValueError: they were encoded for a model with another vocabulary.
         """
         if not all(isinstance(row, Example) for row in rows.rows):
             raise TypeError(
                 "a reference scores comparisons once: load_rows(data, model, preference_loss(…)) reads them"
             )
+        self.require_encoded(rows._batch(rows.rows[:1]))
         rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token))
 
 

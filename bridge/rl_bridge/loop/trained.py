@@ -170,12 +170,14 @@ class Policy(Scored):
             TypeError: a batch of another kind than the objective learns from.
             ValueError: several updates of rows or comparisons; a batch without advantages, with those of another
                 objective, or without what the loss reads; or sampled from another distribution than this policy scores,
-                from older weights, or by an earlier seed.
+                from older weights, or by an earlier seed; or rows that were encoded for another vocabulary.
         """
         change(self)
         if isinstance(self.objective, NLL | ComparisonLoss):
             require_default({"updates": updates, "stale": stale}, (1, False), f"with {self.objective}")
             self.weights_of = self
+        if isinstance(batch, TokenBatch | PairBatch):
+            self.require_encoded(batch)
         if isinstance(self.objective, NLL):
             if isinstance(batch, list):
                 rows = in_hand(batch, supervised_row, self.model)
@@ -225,7 +227,10 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
+            ValueError: rows that were encoded for another vocabulary.
         """
+        if isinstance(batch, TokenBatch | PairBatch):
+            self.require_encoded(batch)
         if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
             return {"held_out_nll": held_out_nll(self.engine, batch)}
         if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):

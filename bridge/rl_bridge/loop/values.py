@@ -141,6 +141,7 @@ class RewardModel(Scored):
             TypeError: a batch of anything else.
         """
         require_kind("batch", batch, PairBatch, "comparisons, as load_rows(data, model, loss).batch(64) gives")
+        self.require_encoded(batch)
         change(self)
         return Metrics(comparison_update(self.engine, self.loss, batch, self._statistics), batch)
 
@@ -152,6 +153,7 @@ class RewardModel(Scored):
         """
         if not isinstance(batch, PairBatch):
             raise TypeError(f"{self.loss} is not measured on a {type(batch).__name__}")
+        self.require_encoded(batch)
         return evaluate_reward_model(self.engine, self.loss, batch)
 
     def settings(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rl_bridge.common.user_files import callable_in
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.models.model_folder import OWN, require_floats
 from rl_bridge.models.model_source import device_of, fill
+from rl_bridge.models.own_logits import require_logits
 from rl_bridge.models.stored_tensors import (
     ONE_FILE,
     SafetensorsFolder,
@@ -455,7 +456,8 @@ def own_source(
 
     Raises:
         TypeError, ValueError: the class lacks what ``OwnLanguageModel`` has, by name; its logits are fewer than the
-            tokenizer's tokens; the weights do not fit.
+            tokenizer's tokens; the weights do not fit; the class gives a row other numbers in another call, or
+            probabilities.
         FileNotFoundError: no such file of weights.
     """
     vocabulary = vocabulary_of(factory)
@@ -466,6 +468,7 @@ def own_source(
     place = None if weights is None else str(Path(weights).absolute())
     source = OwnSource(factory, vocabulary, place, seed)
     source.check()
+    require_logits(source._new(), source.name, len(tokenizer))
     return source
 
 

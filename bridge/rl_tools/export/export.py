@@ -155,7 +155,7 @@ class Session:
         """``wait``: seconds for another process that exports the same run to the same place.
 
         Raises:
-            ValueError: there is no run, or a file that an export would write to is a link.
+            ValueError: there is no run, the output is no folder, or a file that an export would write to is a link.
         """
         if not (folder / METRICS).is_file():
             raise ValueError(f"{folder} has no {METRICS}: it is not a run's folder")
@@ -163,6 +163,8 @@ class Session:
             raise ValueError(f"{link} is a link, and an export writes to the run's own files: remove it")
         self._folder, self._options = folder, options
         output = options.output.resolve()
+        for file in filter(Path.is_file, [output, *output.parents]):
+            raise ValueError(f"--output {options.output}: {file} is a file, and a folder is needed to write to")
         self._place = Place(output, options.project)
         self._cursor = Cursor(folder, options.to, f"{output}\n{options.project}", wait=wait)
         self._sent = 0

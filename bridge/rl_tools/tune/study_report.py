@@ -128,6 +128,8 @@ def lines_of(report: Mapping[str, Any], folder: Path) -> list[str]:
         if failed := best.get("unconfirmed"):
             of = len(failed) + len(confirmed["seeds"] if confirmed else ())
             lines.append(f"{len(failed)} of {of} runs with fresh seeds failed and are in no mean: {failed[0]}")
+            if not confirmed:
+                lines.append(f"trial {best['trial']} is not confirmed: no run with a fresh seed came to its end")
         elif not confirmed and sum(trial["status"] == "complete" for trial in report["trials"]) > 1:
             lines.append("the best of several looks better than it is: --confirm N runs it with N fresh seeds")
     if report["front"]:

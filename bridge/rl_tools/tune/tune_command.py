@@ -1,6 +1,7 @@
 """``rl-fn tune TRAINER …`` and ``rl-fn tune report STUDY``."""
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -9,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.terminal import remark, say
+from rl_bridge.common.terminal import remark, say, tell
 from rl_bridge.common.user_marks import content_of
 from rl_bridge.run.options import in_vain
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
-from rl_tools.tune.journal import CONTENTS, Journal, library
+from rl_tools.tune.journal import CONTENTS, Event, Journal, library
 from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
@@ -185,7 +186,18 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     )
     events = run_study(study, resume=arguments.resume)
     say("\n".join(write_report(study.folder)))
-    return 0 if any(event["kind"] == "told" and event["status"] == "complete" for event in events) else 1
+    return 0 if _succeeded(events) else 1
+
+
+def _succeeded(events: Sequence[Event]) -> bool:
+    """Whether a trial came to its end and, where the best one ran with fresh seeds, one of these runs did."""
+    from rl_tools.tune.study_report import summary_of
+
+    complete = any(event["kind"] == "told" and event["status"] == "complete" for event in events)
+    if not complete or all(event["kind"] != "confirming" for event in events):
+        return complete
+    best = summary_of(events)["best"] or {}
+    return "confirmed" in best or "unconfirmed" not in best
 
 
 def _ends_of_seeds(arguments: argparse.Namespace) -> tuple[int, int]:
@@ -298,18 +310,28 @@ def _remark_on_vain(parsed: Sequence[Any], begun: Any) -> None:
 
 
 def _contents(words: Sequence[str]) -> dict[str, str]:
-    """By its name, a hash of each file that the words of trials name: other rows or rewards are no trials of one study.
+    """A hash, by name, of each file and folder that the words of trials name: else one study has trials of other rows.
 
-    A file of Python counts with the user's modules that it imports. Folders and models of the hub are not read.
+    A file of Python counts with the user's modules that it imports, a folder with all that are in it. Models and data
+    sets of the hub are not read.
     """
-    from rl_bridge.run.provenance import of_weights
-
     # A path may have these characters itself.
     pieces = dict.fromkeys(
         piece for word in words for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word))
     )
-    files = [Path(piece) for piece in pieces if os.path.isfile(piece)]
-    return {f"{CONTENTS}{file}": content_of(file)[:16] if file.suffix == ".py" else of_weights(file) for file in files}
+    places = [Path(piece) for piece in pieces if os.path.isfile(piece) or os.path.isdir(piece)]
+    return {f"{CONTENTS}{place}": _content(place) for place in places}
+
+
+def _content(place: Path) -> str:
+    from rl_bridge.run.provenance import of_folder, of_weights
+
+    if not place.is_dir():
+        return content_of(place)[:16] if place.suffix == ".py" else of_weights(place)
+    folders = {folder.relative_to(place): folder for folder in (place, *place.rglob("*")) if folder.is_dir()}
+    visible = sorted(name for name in folders if not any(part.startswith(".") for part in name.parts))
+    lines = [f"{name} {of_folder(folders[name], tell)}" for name in visible]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _report(words: list[str]) -> int:

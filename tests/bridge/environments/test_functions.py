@@ -47,7 +47,7 @@ def broken() -> str:
     raise RuntimeError("out of order")
 
 
-def cut(after: bool) -> object:
+def cut(after: int) -> object:
     """
     Give or raise a text that was cut in a character.
 
@@ -94,7 +94,7 @@ def answers(text, *functions):
         ("nobody", ["error: there is no tool 'nobody'; there are add, slow, broken"]),
         ("add b=2", ["error: add: missing a required argument: 'a'"]),
         ("add a=1 c=2", ["error: add: got an unexpected keyword argument 'c'"]),
-        ("add a=x", ['error: TypeError: can only concatenate str (not "int") to str']),
+        ("add a=x", ['error: add: a: expected integer, not "x"']),
         ("slow text=", ["error: ValueError: no text"]),
         ("broken", ["error: RuntimeError: out of order"]),
         ("?", ["error: a call is a name with its arguments"]),

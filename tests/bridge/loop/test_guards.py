@@ -23,6 +23,7 @@ from rl_bridge import (
     SamplingParams,
     ScoringConfig,
     load_model,
+    load_rows,
     preference_loss,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -98,19 +99,27 @@ def test_completions_are_of_the_policy_that_is_updated_whatever_its_version(mode
 
 
 PPO = rl_fn.recipes.ppo()
+DPO, BT = preference_loss("dpo"), preference_loss("bradley_terry")
+PAIRS = [{"prompt": f"{number}+1=", "chosen": str(number + 1), "rejected": "0"} for number in range(4)]
+
+
+def pairs_of(model, loss):
+    return load_rows(PAIRS, model, loss)
+
+
 MEET = {
-    "reference.score": ("reference has", lambda own, other: Reference(own).score(batch_of(Rollout(other), 1))),
-    "critic.score": ("critic has", lambda own, other: Critic(own, PPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
+    "reference.score": ("Reference has", lambda own, other: Reference(own).score(batch_of(Rollout(other), 1))),
+    "critic.score": ("Critic has", lambda own, other: Critic(own, PPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1))),
     "policy.score": (
-        "policy has",
+        "Policy has",
         lambda own, other: Policy(own, GRPO, AdamW(1e-3)).score(batch_of(Rollout(other), 1)),
     ),
     "policy.update": (
-        "policy has",
+        "Policy has",
         lambda own, other: Policy(own, GRPO, AdamW(1e-3)).update(batch_of(Rollout(other), 1)),
     ),
     "critic.update": (
-        "critic has",
+        "Critic has",
         lambda own, other: Critic(own, PPO, AdamW(1e-3)).update(
             Critic(other, PPO, AdamW(1e-3)).score(drawn(Rollout(other), 1).batch()).with_advantages(PPO)
         ),
@@ -127,9 +136,42 @@ MEET = {
         "than the policy",
         lambda own, other: Policy(own, NLL(), AdamW(1e-3)).sync_weights(Policy(other, GRPO, AdamW(1e-3))),
     ),
+    "rows to imitate": (
+        "Policy has",
+        lambda own, other: Policy(own, NLL(), AdamW(1e-3)).update(load_rows(PROMPTS, other, NLL()).batch(2)),
+    ),
+    "held-out rows": (
+        "Policy has",
+        lambda own, other: Policy(own, NLL(), AdamW(1e-3)).held_out(load_rows(PROMPTS, other, NLL()).all()),
+    ),
+    "reference.cache": ("Reference has", lambda own, other: Reference(own).cache(pairs_of(other, DPO))),
+    "reference.score of pairs": (
+        "Reference has",
+        lambda own, other: Reference(own).score(pairs_of(other, DPO).batch(2)),
+    ),
+    "pairs": (
+        "Policy has",
+        lambda own, other: Policy(own, DPO, AdamW(1e-3)).update(
+            pairs_of(other, DPO).batch(2)._replace(ref_logprobs=torch.zeros(2, 2))
+        ),
+    ),
+    "held-out pairs": (
+        "Policy has",
+        lambda own, other: Policy(own, DPO, AdamW(1e-3)).held_out(
+            pairs_of(other, DPO).all()._replace(ref_logprobs=torch.zeros(4, 2))
+        ),
+    ),
+    "pairs of a reward model": (
+        "RewardModel has",
+        lambda own, other: RewardModel(own, BT, AdamW(1e-3)).update(pairs_of(other, BT).batch(2)),
+    ),
+    "held-out pairs of a reward model": (
+        "RewardModel has",
+        lambda own, other: RewardModel(own, BT, AdamW(1e-3)).held_out(pairs_of(other, BT).all()),
+    ),
     "joined groups": ("first", lambda own, other: Groups.joined([drawn(Rollout(own), 1), drawn(Rollout(other), 2)])),
 }
-"""Where completions or weights of one model meet another model."""
+"""Where completions, rows or weights of one model meet another model."""
 
 
 @pytest.mark.parametrize("name", MEET)

@@ -50,7 +50,7 @@ class Trainer:
             record = {"stage": stage, "step": number, "seconds": 1.5 * number, "trained_tokens": 7 + number}
             # Two records of the same version, as after a skipped update.
             record |= {"weights_version": 1 + number // 2, "optimizer_step": number // 2}
-            self._recorder.write({**record, "reward": number / 4 + self.attempt_value, "attention": "flash", **metrics})
+            self._recorder.write({**record, "reward": number / 4 + self.attempt_value, **metrics})
         return self
 
     def note(self):

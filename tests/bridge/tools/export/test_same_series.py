@@ -2,16 +2,19 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from rl_bridge.common.files import write_json
 from rl_tools.cli import main
-from rl_tools.export.export import ExportOptions, Session, export, key_of
+from rl_tools.export.export import ExportOptions, Session, Target, export, key_of
+from rl_tools.report.run_files import read_run
 from tests.bridge.tools.export.ledgers import Trainer, curves, sample
 from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
 
@@ -209,6 +212,38 @@ def test_a_record_of_another_kind_is_named_with_its_place(trainer, output, name,
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=rf"metrics\.jsonl, byte \d+: {name} is .+: expected (text|a (finite|whole))"):
         export(trainer.folder, ExportOptions(to="tensorboard", output=output))
+
+
+@pytest.mark.parametrize("name", [*CLOCKS_AND_STAGE, "loss", "note"])
+@pytest.mark.parametrize("odd", ODD)
+def test_an_export_reads_a_record_as_a_report_does(trainer, output, name, odd):
+    """A metric that is text was refused by the report, and left out of the export without a word."""
+    trainer.step(3)
+    file = trainer.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[1][name] = ODD[odd]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    refusals = []
+    for read in (read_run, lambda folder: export(folder, ExportOptions(to="tensorboard", output=output))):
+        try:
+            read(trainer.folder)
+            refusals.append(None)
+        except ValueError as error:
+            refusals.append(str(error).partition(": ")[2])
+    fits = ("a text",) if name == "stage" else ("null", "NaN") if name in ("loss", "note") else ()
+    assert refusals[0] == refusals[1] and (refusals[0] is None) == (odd in fits)
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file"])
+@pytest.mark.parametrize("to", get_args(Target))
+def test_an_output_that_is_no_folder_is_refused_by_its_option(trainer, tmp_path, to, kind):
+    """The error named a path inside of it, after a library had begun its work."""
+    trainer.step(1)
+    (tmp_path / "file").write_text("mine")
+    output = tmp_path / "file" if kind == "a file" else tmp_path / "file" / "below"
+    with pytest.raises(ValueError, match=f"--output {re.escape(str(output))}: {tmp_path}/file is a file, and a folder"):
+        export(trainer.folder, ExportOptions(to=to, output=output))
+    assert (tmp_path / "file").read_text() == "mine" and not (trainer.folder / "exports").exists()
 
 
 def test_a_step_without_its_stage_is_not_left_out(trainer, output):

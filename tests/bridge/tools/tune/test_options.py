@@ -222,8 +222,13 @@ FILES = {
     "reward": ("mine.py", ["--reward", "right=mine.py:score"]),
     "module of a reward": ("beside.py", ["--reward", "mine.py:score"]),
     "rows of a function": ("mine.py", ["--data", "mine.py:rows@test"]),
+    "rows of a folder": ("rows/test.jsonl", ["--data", "rows@test"]),
+    "rows deep in a folder": ("rows/main/train.jsonl", ["--data", "rows"]),
+    "model": ("tiny/config.json", ["--model", "tiny"]),
+    "models that are searched": ("tiny/config.json", ["--space.model", "other,tiny"]),
+    "reward model": ("tiny/config.json", ["--reward", "learned=model:tiny"]),
 }
-"""A file that trials read, and the words that name it."""
+"""A file that trials read, and the words that name it or its folder."""
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -231,7 +236,10 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
     """Trials before and after the change would be compared, though they learn from other rows or by other rewards."""
     file, words = FILES[name]
     monkeypatch.chdir(tmp_path)
-    for own in ("rows.jsonl", "held_out.jsonl", "more.jsonl"):
+    for folder in ("rows/main", "tiny"):
+        Path(folder).mkdir(parents=True)
+    Path("tiny/config.json").write_text("{}")
+    for own in ("rows.jsonl", "held_out.jsonl", "more.jsonl", "rows/test.jsonl", "rows/main/train.jsonl"):
         Path(own).write_text('{"prompt": "1+1=", "answer": "2"}\n')
     Path("beside.py").write_text("RIGHT = 1.0\n")
     Path("mine.py").write_text("from beside import RIGHT\n")
@@ -241,7 +249,7 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
     run(study)
     run([*study, "--resume"])
     Path(file).write_text(Path(file).read_text() + "\n")
-    before = Path(file if name != "module of a reward" else "mine.py")
+    before = Path("mine.py") if name == "module of a reward" else Path(Path(file).parts[0])
     with pytest.raises(ValueError, match=f"is another study: the content of {before} was .* Give this one another"):
         run([*study, "--resume"])
 

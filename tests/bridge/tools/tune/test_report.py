@@ -99,8 +99,11 @@ def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
 
 
 @pytest.mark.parametrize("failed", range(5))
-def test_runs_with_fresh_seeds_that_failed_are_told(tmp_path, failed):
-    """A mean of those that came to their end says so; where none did, nobody is advised to do what was done."""
+def test_runs_with_fresh_seeds_that_failed_are_told(tmp_path, failed, monkeypatch):
+    """A mean of those that came to their end says so; where none did, the command has failed.
+
+    Nobody is advised to do what was done.
+    """
     events = read_study(study(tmp_path / "study", GOALS[:1]))
     events = [*events, {"kind": "confirming", "trial": 8, "seeds": [3, 4, 5, 6]}]
     for place, seed in enumerate((3, 4, 5, 6)):
@@ -110,6 +113,11 @@ def test_runs_with_fresh_seeds_that_failed_are_told(tmp_path, failed):
     told = "\n".join(lines_of(json.loads(json.dumps(summary_of(events))), tmp_path))
     line = f"{failed} of 4 runs with fresh seeds failed and are in no mean: exit status 1: no room"
     assert (line in told) == (failed > 0) and ("with fresh seeds: reward" in told) == (failed < 4)
+    assert ("trial 8 is not confirmed: no run with a fresh seed came to its end" in told) == (failed == 4)
+    monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: events)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
+    words = ["--space.policy.steps", "1..3", "--confirm", "4", "--output", str(tmp_path)]
+    assert run(["policy", *words]) == (1 if failed == 4 else 0)
     assert "--confirm" not in told
 
 
