@@ -93,11 +93,16 @@ def test_prompts_in_hand_are_those_of_load_rows(rollout, spelling):
     assert (drawn.tokens, drawn.messages) == (expected.tokens, expected.messages)
 
 
+def policy_of(model):
+    """As much of a policy as an update of rows to imitate reads."""
+    return SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft", require_encoded=lambda batch: None)
+
+
 @pytest.mark.parametrize("spelling", SUPERVISED)
 def test_rows_to_imitate_in_hand_are_those_of_load_rows(model, spelling, monkeypatch):
     batches = []
     monkeypatch.setattr(trained, "supervised_update", lambda engine, batch: batches.append(batch) or {})
-    row, policy = SUPERVISED[spelling], SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft")
+    row, policy = SUPERVISED[spelling], policy_of(model)
     for batch in ([row], Rows([row]).take(1), load_rows([row], model, NLL()).batch(1)):
         Policy.update(policy, batch)
     one, of_rows, expected = (
@@ -139,8 +144,7 @@ def test_rows_that_no_model_reads_are_refused_with_their_number(rollout):
     with pytest.raises(ValueError, match=r"row 2: prompt\[0\] must be a message"):
         Rows([good, {"prompt": [{"role": "user"}]}])
     with pytest.raises(ValueError, match="row 1: every message of the assistant says that it is not trained on"):
-        policy = SimpleNamespace(objective=NLL(), model=rollout.model, engine=None, kind="sft")
-        Policy.update(policy, [{"messages": [PLAIN, WRONG | {"weight": 0}]}])
+        Policy.update(policy_of(rollout.model), [{"messages": [PLAIN, WRONG | {"weight": 0}]}])
     for rows in (["text"], [good, 3]):
         with pytest.raises(ValueError, match=f"row {len(rows)}: a row is an object with columns, got"):
             rollout.converse(rows, SAMPLING, tools=[add], parse=lambda text: [])
@@ -238,7 +242,7 @@ def test_keys_are_looked_at_again_where_the_chat_template_is_another(model, kind
 
 def test_keys_of_rows_to_imitate_that_nothing_reads_are_named_once_where_rows_meet_a_model(model, monkeypatch):
     monkeypatch.setattr(trained, "supervised_update", lambda engine, batch: {})
-    policy = SimpleNamespace(objective=NLL(), model=model, engine=None, kind="sft")
+    policy = policy_of(model)
     rows = [PROMPTS["text"], UNREAD_KEY | UNREAD_COLUMN]
     meet = lambda batch: Policy.update(policy, batch)  # noqa: E731
     assert met(model, meet, rows) == [COLUMN.format(""), NAMED.format("1 rows that have it")]
