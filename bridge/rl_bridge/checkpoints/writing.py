@@ -113,7 +113,7 @@ class HostBuffers:
         self._buffers: dict[tuple[str, MetadataIndex], torch.Tensor] = {}
 
     def snapshot(self, name: str, module: Any) -> Snapshot:
-        """Copy the state of the worker's ``module``. What an earlier snapshot of ``name`` held is overwritten.
+        """Copy the state of the worker's ``module``. An earlier snapshot of ``name`` is overwritten.
 
         Raises:
             TypeError: the module has no ``checkpoint_state``, or there is something in it that no checkpoint holds.
@@ -139,6 +139,7 @@ class HostBuffers:
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key[0] != name or key[1] in pieces}
         return Snapshot(structure, plan, pieces)
 
     def only(self, names: Collection[str]) -> None:

@@ -66,11 +66,11 @@ class FunctionTools:
         Raises:
             ValueError: one is of another type.
         """
-        schema = next(s["function"] for s in self.schemas if s["function"]["name"] == call.name)
+        schemas = {schema["function"]["name"]: schema["function"] for schema in self.schemas}
         return {
             name: value
             if value is None and parameters[name].default is None
-            else fitting(value, schema["parameters"]["properties"][name], name)
+            else fitting(value, schemas[call.name]["parameters"]["properties"][name], name)
             for name, value in call.arguments.items()
         }
 

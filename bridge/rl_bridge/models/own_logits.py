@@ -31,7 +31,7 @@ def require_logits(module: nn.Module, name: str, tokens: int) -> None:
     """
     longest = getattr(module, "max_positions", None)
     length = min(TOKENS, longest) if isinstance(longest, int) else TOKENS
-    with drawing_from(0):
+    with torch.device("cpu"), drawing_from(0):  # where the module is, in whatever device context this is called
         ids = torch.randint(tokens, (1, length))
         for scale in (None, *SCALES):
             if scale is not None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from rl_bridge.checkpoints import Checkpointer, CheckpointError, load_optimizer_state, optimizer_state, restoring
 from rl_bridge.checkpoints import checkpointer as hosts
@@ -72,6 +73,16 @@ def test_copies_of_an_earlier_stage_and_of_a_run_that_is_over_are_let_go_of(tmp_
     checkpointer.close()
     assert host not in hosts._savers
     assert checkpointer.latest() == checkpointer.path(2)
+
+
+def test_copies_of_tensors_that_a_module_has_no_more_are_let_go_of(tmp_path):
+    checkpointer, engine = Checkpointer(tmp_path), engine_of()
+    buffers = hosts._savers.setdefault(engine.executor._host, hosts._Saver()).buffers._buffers
+    buffers["policy", MetadataIndex("module/gone")] = buffers["other", MetadataIndex("module/gone")] = torch.zeros(2)
+    checkpointer.save(1, {"policy": engine, "other": engine_of()}, {})
+    checkpointer.wait()
+    kept = hosts._savers[engine.executor._host].buffers._buffers
+    assert {name for name, _ in kept} == {"policy", "other"} and not [i for _, i in kept if i.fqn == "module/gone"]
 
 
 def test_memory_is_copied_to_again_by_the_next_checkpoint_of_the_same_engine_alone(tmp_path):

@@ -326,7 +326,7 @@ def test_a_record_has_each_name_once_and_a_run_its_block(policy, rollout, tmp_pa
                 with pytest.raises(ValueError, match=r"run\.log has two numbers named"):
                     run.log({"reward": 1.0}, numbers)
             run.log({"reward": 1.0}, {"second/reward": 2.0})
-    assert metrics(tmp_path / "names")[0]["second/reward"] == 2.0
+    assert [record["second/reward"] for record in metrics(tmp_path / "names") if "reward" in record] == [2.0]
 
 
 def test_a_rollout_that_draws_ahead_is_synced_by_ahead_and_can_be_evaluated_between_steps(policy, rollout, tmp_path):
