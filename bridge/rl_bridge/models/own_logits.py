@@ -4,6 +4,8 @@ Sampling, scoring and training call a model in turn. Where the calls differ, eve
 numbers are probabilities, their softmax is nearly even. Both train without an error, and nobody learns why so badly.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,8 @@ TOKENS, CALLS = 9, 4
 """Length of the row, and how often it is read: what drifts from call to call may begin slowly."""
 EXACT = 1e-3
 """Largest difference of two calls, of the spread of the logits."""
+ROUNDED = 2e-2
+"""How far sums of probabilities may be from 1, in bfloat16 too."""
 
 
 def require_logits(module: nn.Module, name: str, tokens: int) -> None:
@@ -51,10 +55,11 @@ def _has_numbers(module: nn.Module, ids: Tensor, name: str) -> bool:
             learned = _logits(module, ids)
     except Exception:  # Whatever the user's code raises.
         return False
-    if not (first.isfinite().all() and last.isfinite().all() and learned.isfinite().all()):
+    numbers = first[first > -math.inf]  # what pads a vocabulary may be −inf in every call
+    if not (numbers.numel() and all(x[x != -math.inf].isfinite().all() for x in (first, last, learned))):
         return False
-    allowed = EXACT * float(first.std()) + 1e-6
-    if (gap := float((last - first).abs().max())) > allowed:
+    allowed = EXACT * float(numbers.std()) + 1e-6
+    if (gap := _gap(first, last)) > allowed:
         cause = (
             f"calls change its buffer {changed[0]!r}, which training alone may do (if self.training)"
             if changed
@@ -62,17 +67,25 @@ def _has_numbers(module: nn.Module, ids: Tensor, name: str) -> bool:
             "does without training=self.training"
         )
         raise ValueError(f"{name} gives other logits for the same row when it is called again, by {gap:.2g}: {cause}")
-    if (gap := float((learned - last).abs().max())) > allowed:
+    if (gap := _gap(last, learned)) > allowed:
         raise ValueError(
             f"{name} gives other logits where gradients are computed than under torch.no_grad, by {gap:.2g}: another "
             "model would be trained than is sampled and scored"
         )
-    if bool((first >= 0).all()) and float((first.sum(-1) - 1).abs().max()) < EXACT:
+    if bool((first >= 0).all()) and float((first.sum(-1) - 1).abs().max()) < ROUNDED:
         raise ValueError(
             f"{name} gives what look like probabilities: no number is below 0, and those of each token add up to 1. "
             "forward returns logits, before the softmax; log-probabilities are logits, too"
         )
     return True
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    """The largest difference; infinite where other tokens are −inf."""
+    numbers = one != -math.inf
+    if not torch.equal(numbers, other != -math.inf):
+        return math.inf
+    return float((one - other)[numbers].abs().max())
 
 
 def _logits(module: nn.Module, ids: Tensor) -> Tensor:

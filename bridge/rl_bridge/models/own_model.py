@@ -74,6 +74,7 @@ class OwnLanguageModel(Protocol):
 
 FORWARD = "forward(self, input_ids, position_ids, attention_mask=None) → logits [N, T, V]"
 _PARAMETERS = ("input_ids", "position_ids", "attention_mask")
+_TAKEN = "_rl_fn_taken"
 Factory = Callable[[], nn.Module]
 """A class, or a function without arguments, that makes the module."""
 
@@ -206,7 +207,7 @@ def _module(factory: Factory) -> nn.Module:
 
     Raises:
         TypeError: the class takes arguments, makes no module, or its ``forward`` has other parameters.
-        ValueError: it has no parameter.
+        ValueError: it has no parameter, or one of a module that it made before.
     """
     name = name_of(factory)
     if isinstance(factory, nn.Module):
@@ -248,8 +249,13 @@ def _module(factory: Factory) -> nn.Module:
         if parameter.is_complex():
             way_on = "give it real and imaginary parts as two, or as one by torch.view_as_real"
             raise ValueError(f"{name} has a parameter {path!r} of complex numbers, which would lose one part: {way_on}")
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.float()
+        if getattr(parameter, _TAKEN, False):
+            way_on = "policy and reference would be one: make it anew each time, or copy.deepcopy it"
+            raise ValueError(f"{name} gives the parameter {path!r} that it gave before: {way_on}")
+        setattr(parameter, _TAKEN, True)
+        # The class may have made it of a tensor that the program has elsewhere.
+        kind = torch.float32 if parameter.is_floating_point() else parameter.dtype
+        parameter.data = parameter.data.to(kind, copy=True)
     return module.eval()
 
 
@@ -300,6 +306,7 @@ def vocabulary_of(factory: Factory) -> int:
 # Where its weights come from.
 
 _repeatable: list[tuple[Factory, int]] = []
+_tried: list[tuple[Factory, int]] = []
 """Classes that draw the same weights again, each with its seed."""
 _factories: list[Factory] = []
 """Those of this process: a class that is defined anew under its name is another one, and is compared anew."""
@@ -468,7 +475,9 @@ def own_source(
     place = None if weights is None else str(Path(weights).absolute())
     source = OwnSource(factory, vocabulary, place, seed)
     source.check()
-    require_logits(source._new(), source.name, len(tokenizer))
+    if (factory, seed) not in _tried:
+        require_logits(source._new(), source.name, len(tokenizer))
+        _tried.append((factory, seed))
     return source
 
 

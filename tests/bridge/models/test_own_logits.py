@@ -1,5 +1,6 @@
 """A class of one's own gives logits, the same for the same row: whatever else it gives is refused by its cause."""
 
+import copy
 import functools
 
 import pytest
@@ -107,8 +108,35 @@ class Counted(own.Untied):
         return x
 
 
+class Rounded(own.Untied):
+    def forward(self, input_ids, position_ids, attention_mask=None):
+        return super().forward(input_ids, position_ids, attention_mask).bfloat16().softmax(-1)
+
+
+class Padded(own.Untied):
+    """Right: two tokens that pad its vocabulary are never drawn."""
+
+    def forward(self, input_ids, position_ids, attention_mask=None):
+        logits = super().forward(input_ids, position_ids, attention_mask)
+        return logits.masked_fill(torch.arange(logits.shape[-1]) >= logits.shape[-1] - 2, -torch.inf)
+
+
+class PaddedAndDropped(Padded):
+    def mixed(self, x):
+        return dropout(x, 0.1)
+
+
+class PaddedAtRandom(own.Untied):
+    def forward(self, input_ids, position_ids, attention_mask=None):
+        logits = super().forward(input_ids, position_ids, attention_mask)
+        return logits.masked_fill(torch.rand_like(logits) < 0.3, -torch.inf)
+
+
 FAULTS = {
     AlwaysDropped: RANDOM,
+    PaddedAndDropped: RANDOM,
+    PaddedAtRandom: RANDOM,
+    Rounded: PROBABILITIES,
     Noisy: RANDOM,
     Counting: RANDOM,
     Drifting: BUFFER.format("mean"),
@@ -118,7 +146,7 @@ FAULTS = {
     Probable: PROBABILITIES,
     Sharp: PROBABILITIES,
 }
-RIGHT = (own.Untied, own.Tiny, own.Bigram, own.RunningMean, own.Overflowing, LogProbable, Positive, Counted)
+RIGHT = (own.Untied, own.Tiny, own.Bigram, own.RunningMean, own.Overflowing, LogProbable, Positive, Counted, Padded)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -167,3 +195,40 @@ def test_a_partial_is_named_by_its_class():
 
     with pytest.raises(ValueError, match=r"^Wide gives what look like"):
         own_source(functools.partial(Wide, 20, 20), own.tokenizer())
+
+
+def test_a_class_begins_with_the_tensors_of_the_program_and_leaves_them_as_they_are():
+    """Engines wrote into a table that the class reads: policy and reference were one, and both began at random."""
+    table = torch.randn(own.TOKENS, own.TOKENS)
+
+    class OfATable(own.Bigram):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding.from_pretrained(table, freeze=False)
+
+    before = table.clone()
+    source = own_source(OfATable, own.tokenizer())
+    policy, reference = (source.empty() for _ in range(2))
+    for model in (policy, reference):
+        source.load(model)
+    with torch.no_grad():
+        policy.own.table.weight.zero_()
+    assert torch.equal(reference.own.table.weight, before) and torch.equal(table, before)
+
+
+def test_a_function_that_gives_its_module_again_is_refused_and_one_that_copies_it_is_taken():
+    module = own.Untied()
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    assert own_source(lambda: copy.deepcopy(module), own.tokenizer())
+    with pytest.raises(ValueError, match=r"gives the parameter '.*' that it gave before: .*copy\.deepcopy it"):
+        own_source(lambda: module, own.tokenizer())
+    layer = nn.Embedding(own.TOKENS, own.TOKENS)
+
+    class Sharing(own.Bigram):
+        def __init__(self):
+            super().__init__()
+            self.table = layer
+
+    with pytest.raises(ValueError, match=r"^Sharing gives the parameter 'table\.weight' that it gave before"):
+        own_source(Sharing, own.tokenizer())
+    assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
