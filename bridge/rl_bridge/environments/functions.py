@@ -9,9 +9,10 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -182,7 +183,9 @@ def _require_calls_fit(function: Callable[..., Any], schema: Mapping[str, Any]) 
             "method"
         )
     for name, hint in get_type_hints(function).items():
-        if name in described and (types := [getattr(kind, "__name__", str(kind)) for kind in without_json(hint)]):
+        if name in described and (
+            types := [str(kind) if get_origin(kind) else kind.__name__ for kind in without_json(hint)]
+        ):
             raise ValueError(
                 f"the tool {schema['name']}: no JSON value is of the type {', '.join(types)} of its argument {name}, "
                 "and a call's arguments are JSON: take numbers, text (typing.Literal names choices), lists or dicts"
@@ -217,12 +220,7 @@ def _answer(result: Any) -> Message:
     Raises:
         TypeError: Python shows the address of an object, which says nothing, and another in every run.
     """
-    if not isinstance(result, str):
-        value, result = result, _shown(result)
-        if re.search(r" at 0x[0-9a-fA-F]+>", result):
-            raise TypeError(
-                f"a tool returns text or JSON; this is of the type {type(value).__name__}, or has an object"
-            )
+    result = result if isinstance(result, str) else _shown(result)
     try:
         require_characters(result, "the result")
     except ValueError as error:
@@ -234,16 +232,25 @@ def _shown(result: Any) -> str:
     try:
         return json.dumps(result, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError):
-        return str(result)
+        words = str(result)
+    if re.search(r" at 0x[0-9a-fA-F]+>", words):
+        raise TypeError(f"a tool returns text or JSON; this is of the type {type(result).__name__}, or has an object")
+    return words
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row."""
-    if isinstance(value, np.floating):
-        return float(str(value))  # the digits of its own precision
-    if not hasattr(value, "tolist"):
+    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row.
+
+    Raises:
+        TypeError: of anything else, as a table, whose labels would be lost.
+    """
+    if isinstance(value, torch.Tensor):
+        value = (value.detach().float() if value.is_floating_point() else value.detach()).cpu().numpy()
+    if not isinstance(value, np.ndarray | np.generic):
         raise TypeError
-    return value.tolist()
+    value = np.asarray(value)
+    narrow = value.dtype.kind == "f" and value.dtype.itemsize < 8
+    return (value.astype(str).astype(float) if narrow else value).tolist()  # the digits of its own precision
 
 
 def _failed(words: str) -> Message:

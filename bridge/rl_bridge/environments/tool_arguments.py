@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin, is_typeddict
 
+import numpy as np
+
 KINDS: Mapping[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
@@ -30,9 +32,12 @@ def fitting(value: Any, schema: Mapping[str, Any], place: str) -> Any:
     Raises:
         ValueError: it is none, with its place, with what is expected and with what it is.
     """
-    if value is None and schema.get("nullable"):
+    if (value is None and schema.get("nullable")) or not schema.keys() & {"type", "anyOf", "enum"}:
         return value
-    for part in schema.get("anyOf", ()):
+    if isinstance(value, np.generic | tuple):  # of a parser that reads Python
+        value = value.item() if isinstance(value, np.generic) else list(value)
+    chosen = "enum" not in schema or all(_among(x, schema["enum"]) for x in _listed(value))
+    for part in schema.get("anyOf", ()) if chosen else ():
         with contextlib.suppress(ValueError):
             return fitting(value, part, place)
     names = _names(schema)
@@ -43,7 +48,7 @@ def fitting(value: Any, schema: Mapping[str, Any], place: str) -> Any:
     if (
         not isinstance(value, kinds)
         or (isinstance(value, bool) and bool not in kinds)
-        or ("enum" in schema and not all(_among(x, schema["enum"]) for x in _listed(value)))
+        or not chosen
         or (parts and isinstance(value, list) and len(value) != len(parts))
     ):
         raise ValueError(f"{place}: expected {_expected(schema)}, not {_json(value)}")
@@ -92,7 +97,8 @@ def without_json(hint: Any) -> Iterator[Any]:
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind is Literal:
         return
-    if kind is dict and parts and parts[0] not in (str, Any):
+    names = parts[0] if kind is dict and parts else str
+    if names not in (str, Any) and not (get_origin(names) is Literal and set(map(type, get_args(names))) == {str}):
         yield hint
     elif parts:
         for part in parts:
@@ -102,4 +108,4 @@ def without_json(hint: Any) -> Iterator[Any]:
 
 
 def _fits_dict(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(dict, kind)
+    return isinstance(kind, type) and issubclass(kind, Mapping) and issubclass(dict, kind)

@@ -18,6 +18,16 @@ from tests.support.chat_templates import bytes_tokenizer
 HALF = "\ud83d"
 
 
+class Labelled:
+    """A table of pandas, as far as it matters here: as a list it would lose its labels."""
+
+    def __str__(self):
+        return "a 1, b 2"
+
+    def tolist(self):
+        return [1, 2]
+
+
 def add(a: int, b: int = 1) -> int:
     """
     Add two numbers.
@@ -154,6 +164,11 @@ async def later(value):
         (datetime.date(2020, 1, 1), "2020-01-01"),
         ({(1, 2): 3}, "{(1, 2): 3}"),
         (np.float32(0.1), "0.1"),
+        (np.array([0.1, 2], np.float32), "[0.1, 2.0]"),
+        (torch.tensor([[0.1]], requires_grad=True), "[[0.1]]"),
+        (torch.tensor([1, 2]), "[1, 2]"),
+        ({"stdout": "<function f at 0x7f3a12bc>", "code": 0}, '{"stdout": "<function f at 0x7f3a12bc>", "code": 0}'),
+        (Labelled(), "a 1, b 2"),
         (np.bool_(True), "true"),
         (np.arange(5000), str(list(range(5000)))),
         (torch.tensor(3), "3"),

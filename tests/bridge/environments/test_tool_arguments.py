@@ -7,10 +7,11 @@ import inspect
 import json
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Optional, TypedDict
 
+import numpy as np
 import pytest
 
 from rl_bridge.environments.functions import function_tools
@@ -75,6 +76,7 @@ FITS = {
     list[int] | int: ["[]", "[1, 2.0]→[1, 2]", "[1]", "[1, 2, 3]", "3", "3.0→3", "-0.0→0", "0", "1"],
     dict: ["{}", '{"x": 1}', '{"x": "1"}'],
     dict[str, int]: ["{}", '{"x": 1}'],
+    dict[Literal["x"], int]: ["{}", '{"x": 1}'],
     Place: ["{}", '{"x": 1}', '{"x": "1"}'],
     Mapping: ["{}", '{"x": 1}', '{"x": "1"}'],
     Literal["red", "a"]: ['"red"', '"a"'],
@@ -157,6 +159,28 @@ def test_choices_of_a_docstring_are_those_of_the_schema():
     assert answer(look, ["ink"]) == 'error: look: a: expected "tea" or "water", not ["ink"]'
 
 
+def test_choices_hold_for_one_and_for_several():
+    def look(a: str | list[str]) -> str:
+        """
+        Look.
+
+        Args:
+            a: The drinks (choices: ["tea", "water"])
+        """
+        return repr(a)
+
+    assert answer(look, "tea") == "'tea'" and answer(look, ["water"]) == "['water']"
+    for value in ("ink", ["tea", "ink"]):
+        assert answer(look, value) == f'error: look: a: expected "tea" or "water", not {json.dumps(value)}'
+
+
+def test_a_parser_that_reads_python_may_give_tuples_and_numbers_of_numpy():
+    assert answer(tool(list[int]), (1, np.int64(2))) == "[1, 2]"
+    assert answer(tool(tuple[int, str]), (1, "x")) == "(1, 'x')"
+    assert answer(tool(float), np.float32(0.5)) == "0.5"
+    assert answer(tool(Any), (1, 2)) == "(1, 2)"
+
+
 def test_a_default_of_none_may_be_written():
     assert answer(tool(int, default=None), None) == "None"
     assert answer(tool(int, default=1), None) == "error: look: a: expected integer, not null"
@@ -179,7 +203,10 @@ def test_a_value_in_ten_thousand_lists_is_a_fault_of_the_call():
         (set, "set"),
         (bytes, "bytes"),
         (pathlib.Path, "Path"),
-        (dict[int, str], "dict"),
+        (dict[int, str], r"dict\[int, str\]"),
+        (dict[Literal["x", 1], int], r"dict\[typing.Literal\['x', 1\], int\]"),
+        (object, "object"),
+        (Iterable, "Iterable"),
         (dict[str, set], "set"),
     ],
     ids=str,
