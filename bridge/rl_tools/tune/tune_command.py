@@ -176,7 +176,8 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     study = Study(
         arguments.output / arguments.name,
         plan,
-        _about(arguments, trainer, fixed, space, plan) | _contents([*fixed, *domains.values(), arguments.space or ""]),
+        _about(arguments, trainer, fixed, space, plan)
+        | _contents([*fixed, "", *domains.values(), arguments.space or ""]),
         sampler,
         training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
         places(
@@ -309,17 +310,26 @@ def _remark_on_vain(parsed: Sequence[Any], begun: Any) -> None:
         remark(message)
 
 
+_WRITTEN = ("--trackers", "--tracker-output", "--tracker-project")
+"""Options that may be called like a folder to which the trials write."""
+
+
 def _contents(words: Sequence[str]) -> dict[str, str]:
     """A hash, by name, of each file and folder that the words of trials name: else one study has trials of other rows.
 
     A file of Python counts with the user's modules that it imports, a folder with all that are in it. Models and data
-    sets of the hub are not read.
+    sets of the hub are not read, nor folders that are called like a number or an algorithm.
     """
-    # A path may have these characters itself.
-    pieces = dict.fromkeys(
-        piece for word in words for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word))
-    )
-    places = [Path(piece) for piece in pieces if os.path.isfile(piece) or os.path.isdir(piece)]
+    option, pieces = "", {}
+    for word in words:
+        option = word.partition("=")[0] if word.startswith("--") or not word else option
+        may_be_folder = option not in _WRITTEN and not re.fullmatch(r"[\d.,e+-]+|[a-z]+:[a-z_0-9]+", word)
+        # A path may have these characters itself.
+        for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word)):
+            pieces[piece] = pieces.get(piece, False) or may_be_folder
+    places = [
+        Path(piece) for piece, folder in pieces.items() if os.path.isfile(piece) or (folder and os.path.isdir(piece))
+    ]
     return {f"{CONTENTS}{place}": _content(place) for place in places}
 
 

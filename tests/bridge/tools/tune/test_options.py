@@ -254,6 +254,23 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
         run([*study, "--resume"])
 
 
+WRITTEN = ["exported", "tensorboard", "more", "8", "gspo", "objective:gspo"]
+
+
+@pytest.mark.parametrize("word", WRITTEN)
+def test_a_folder_that_is_written_to_or_named_as_a_word_is_not_the_study_s_matter(word, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rl_tools.tune.study._to_its_end", lambda journal, study: None)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
+    study = ["policy", "--space.policy.steps", "1..3", "--policy.prompts-per-step", "8", "--trackers", "tensorboard"]
+    study += ["--tracker-output", "exported", "--tracker-project=more", "objective:gspo"]
+    Path(word).mkdir()
+    run(study)
+    (Path(word) / "events").write_text("after")
+    run([*study, "--resume"])
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 @pytest.mark.parametrize("word", ["mine", "7", "random", "none"])
 def test_a_file_that_is_named_as_a_word_of_the_study_is_not_its_matter(word, monkeypatch, tmp_path):
     """The study's own name, counts, sampler and pruner: no trial reads a file of these names."""
