@@ -47,7 +47,7 @@ help:
 	@echo "make test         install, then all tests that take no seconds"
 	@echo "make test-long    those that take some: whole runs, kills and resumptions, compilers"
 	@echo "make test-all     both"
-	@echo "make gate         all that CI runs, and a table of what failed; make gate STAGES=\"lint test\""
+	@echo "make gate         all that CI runs, and a table of what failed; make gate STAGES=\"lint types\""
 	@echo "make laws         the generated laws of rl_fn alone"
 	@echo "make test-random  all tests of these two in another order; SEED=7 draws it"
 	@echo "make test-families the law over every causal family of transformers (docs/models.md)"
@@ -74,7 +74,7 @@ test-long: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(TIMED) -m "$(HERE)" $(TESTS)
 
-# Where the last of these two spent its time, by folder and by file.
+# Where the last of these three spent its time, by folder and by file.
 durations: $(STAMP)
 	$(BIN)/python -m tests.durations durations.tmp
 

@@ -61,7 +61,7 @@ def load_file(path: Path, kind: str) -> ModuleType:
 
 @functools.lru_cache(maxsize=256)
 def callable_in(path: str, name: str, kind: str, form: str) -> Any:
-    """The object ``name`` of the file, which is run once in a process. ``form``: what it is to be, as "function {!r}".
+    """The object ``name`` of the file, which is run once for each name. ``form``: what it is to be, as "function {!r}".
 
     Raises:
         ValueError: there is none that can be called; besides what ``load_file`` raises.

@@ -141,7 +141,7 @@ def load_model(
 ) -> Model:
     """The model of a folder in Hugging Face format or of a hub id; or of a class of your own, with its tokenizer.
 
-    No weights are read before an engine is made.
+    No weights are read before an engine is made; a class of your own is made once here, in float32, and tried on a row.
 
     A class is a ``torch.nn.Module`` that is made without arguments, with ``forward(self, input_ids, position_ids,
     attention_mask=None)`` that returns logits [N, T, V] (``rl_bridge.models.own_model.OwnLanguageModel`` says what is
