@@ -176,8 +176,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     study = Study(
         arguments.output / arguments.name,
         plan,
-        _about(arguments, trainer, fixed, space, plan)
-        | _contents([*fixed, "", *domains.values(), arguments.space or ""]),
+        _about(arguments, trainer, fixed, space, plan) | _contents(fixed, [*domains.values(), arguments.space or ""]),
         sampler,
         training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
         places(
@@ -314,15 +313,15 @@ _WRITTEN = ("--trackers", "--tracker-output", "--tracker-project")
 """Options that may be called like a folder to which the trials write."""
 
 
-def _contents(words: Sequence[str]) -> dict[str, str]:
+def _contents(fixed: Sequence[str], values: Sequence[str]) -> dict[str, str]:
     """A hash, by name, of each file and folder that the words of trials name: else one study has trials of other rows.
 
     A file of Python counts with the user's modules that it imports, a folder with all that are in it. Models and data
     sets of the hub are not read, nor folders that are called like a number or an algorithm.
     """
     option, pieces = "", {}
-    for word in words:
-        option = word.partition("=")[0] if word.startswith("--") or not word else option
+    for word in (*values, *fixed):
+        option = word.partition("=")[0] if word.startswith("--") else option
         may_be_folder = option not in _WRITTEN and not re.fullmatch(r"[\d.,e+-]+|[a-z]+:[a-z_0-9]+", word)
         # A path may have these characters itself.
         for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word)):
