@@ -249,8 +249,8 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, np.ndarray | np.generic):
         raise TypeError
     value = np.asarray(value)
-    narrow = value.dtype.kind == "f" and value.dtype.itemsize < 8
-    return (value.astype(str).astype(float) if narrow else value).tolist()  # the digits of its own precision
+    rounded = value.dtype.kind == "f" and value.dtype != np.float64
+    return (value.astype(str).astype(float) if rounded else value).tolist()  # the digits of its own precision
 
 
 def _failed(words: str) -> Message:

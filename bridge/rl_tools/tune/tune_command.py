@@ -316,8 +316,9 @@ _WRITTEN = ("--trackers", "--tracker-output", "--tracker-project")
 def _contents(fixed: Sequence[str], values: Sequence[str]) -> dict[str, str]:
     """A hash, by name, of each file and folder that the words of trials name: else one study has trials of other rows.
 
-    A file of Python counts with the user's modules that it imports, a folder with all that are in it. Models and data
-    sets of the hub are not read, nor folders that are called like a number or an algorithm.
+    ``fixed``: the options of every trial with their values; ``values``: those among which trials differ. A file of
+    Python counts with the user's modules that it imports, a folder with all that are in it. Models and data sets of
+    the hub are not read, nor folders that are called like a number or an algorithm.
     """
     option, pieces = "", {}
     for word in (*values, *fixed):

@@ -165,6 +165,7 @@ async def later(value):
         ({(1, 2): 3}, "{(1, 2): 3}"),
         (np.float32(0.1), "0.1"),
         (np.array([0.1, 2], np.float32), "[0.1, 2.0]"),
+        (np.longdouble(0.5), "0.5"),
         (torch.tensor([[0.1]], requires_grad=True), "[[0.1]]"),
         (torch.tensor([1, 2]), "[1, 2]"),
         ({"stdout": "<function f at 0x7f3a12bc>", "code": 0}, '{"stdout": "<function f at 0x7f3a12bc>", "code": 0}'),

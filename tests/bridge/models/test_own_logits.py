@@ -188,6 +188,14 @@ def test_a_row_is_no_longer_than_the_class_reads_and_code_that_fails_here_is_not
     assert own_source(OfAnotherDevice, own.tokenizer()).vocabulary == own.TOKENS
 
 
+def test_a_class_is_tried_on_the_cpu_whatever_device_is_the_default():
+    """Ids of the meta device have no values: right classes were refused for what lay in memory, wrong ones taken."""
+    with torch.device("meta"):
+        assert own_source(functools.partial(own.Untied), own.tokenizer())
+        with pytest.raises(ValueError, match=PROBABILITIES):
+            own_source(functools.partial(Probable), own.tokenizer())
+
+
 def test_a_partial_is_named_by_its_class():
     class Wide(nn.Embedding):
         def forward(self, input_ids, position_ids, attention_mask=None):
