@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from rl_bridge.common.terminal import remark
@@ -20,12 +20,22 @@ from rl_bridge.common.terminal import remark
 _BEGIN_PROCESSES = ("reward", "environment")
 _kinds: dict[str, str] = {}
 """Name of a module that a file was loaded as in this process → its kind. A file may hold a reward and a tool."""
+_modules: dict[tuple[Path, str, bytes], ModuleType] = {}
+"""File, kind and content → the module: two functions of one file share what the file has loaded."""
 _folders: set[Path] = set()
 """Folders that files were loaded from in this process."""
 
 
+class _OfText(importlib.machinery.SourceFileLoader):
+    """Compiles the file's text: Python knows its own copy by seconds and size, which an edit may leave as they are."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def load_file(path: Path, kind: str) -> ModuleType:
-    """The file as a module. The file can import the modules that lie beside it. ``kind`` is what it holds: "reward".
+    """The file as a module, run once in a process. It can import modules beside it. ``kind``: what it holds, "reward".
 
     A reward's or an environment's module has the file's name, where that name finds the file: a process that its
     functions begin (``multiprocessing``, by spawn) imports the module by that name.
@@ -37,10 +47,14 @@ def load_file(path: Path, kind: str) -> ModuleType:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such {kind} file: {path}")
+    loaded = (path.resolve(), kind, path.read_bytes())
+    module = _modules.get(loaded)
+    if module is not None and sys.modules.get(module.__name__) is module:
+        return module
     is_free = path.stem not in sys.modules or _kinds.get(path.stem) == kind
     is_found = kind in _BEGIN_PROCESSES and is_free and _finds(path.stem, path.resolve())
     name = path.stem if is_found else f"rl_bridge_{kind}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_OfText(name, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses, among others, look their own module up.
@@ -56,12 +70,13 @@ def load_file(path: Path, kind: str) -> ModuleType:
         relative = "relative import" in str(error)
         way_on = "; a module beside the file is imported by its name: import NAME" if relative else ""
         raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}{way_on}") from error
+    _modules[loaded] = module
     return module
 
 
 @functools.lru_cache(maxsize=256)
 def callable_in(path: str, name: str, kind: str, form: str) -> Any:
-    """The object ``name`` of the file, which is run once for each name. ``form``: what it is to be, as "function {!r}".
+    """The object ``name`` of the file. ``form``: what it is to be, as "function {!r}".
 
     Raises:
         ValueError: there is none that can be called; besides what ``load_file`` raises.

@@ -24,6 +24,9 @@ STEP: dict[str, Kind] = {
 }
 """The entries of a step's record. Metrics may be NaN."""
 
+ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step"}
+"""The entries of a step's record that are no metrics: whose it is, and clocks."""
+
 
 def read_records(file: Path) -> list[dict[str, Any]]:
     """The records of a run's steps, in order; other lines are left out, and so is a torn last one.

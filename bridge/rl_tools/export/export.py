@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from safetensors import SafetensorError, safe_open
+
 from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.files import InUse, Lock, write_json
 from rl_bridge.common.json_kinds import require_kind
@@ -31,14 +33,33 @@ from rl_tools.export.exporter import (
     exporter_of,
 )
 
-MODEL = "model"
+MODEL, SUMMARY = "model", "summary.json"
+
+
+def ended(folder: Path) -> bool:
+    """Whether the run in ``folder`` came to its end: its summary is there, and can be read.
+
+    Raises:
+        ValueError: the summary is damaged.
+    """
+    file = folder / SUMMARY
+    if not file.exists():
+        return False
+    summary = parsed(file.read_bytes(), str(file))
+    require_kind(summary, {}, str(file))
+    return bool(summary)
 
 
 def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
-    """The model of the run in ``folder``, with checksums and version; None before the run's end or without a model."""
+    """The model of the run in ``folder``, with checksums and version; None before the run's end or without a model.
+
+    Raises:
+        ValueError: weights are cut off or missing.
+    """
     model = folder / MODEL
-    if not (folder / "summary.json").exists() or not model.is_dir():
+    if not model.is_dir() or not ended(folder):
         return None
+    require_whole_weights(model)
     files = [
         {"path": path.relative_to(model).as_posix(), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(model.rglob("*"))
@@ -46,6 +67,22 @@ def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
     ]
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return Artifact(model, _version(folder / METRICS), digest, files, copied)
+
+
+def require_whole_weights(model: Path) -> None:
+    """Raise ValueError where a file of weights is cut off, or where an index names one that is not there."""
+    weights = sorted(model.glob("*.safetensors"))
+    for index in sorted(model.glob("*.safetensors.index.json")):
+        places = parsed(index.read_bytes(), str(index))
+        require_kind(places, {"weight_map": {"*": "text"}}, str(index))
+        for name in sorted(set(places["weight_map"].values()) - {file.name for file in weights}):
+            raise ValueError(f"{index} names {name}, which is not there: {model} is not whole")
+    for file in weights:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 def sha256_of(file: Path) -> str:
@@ -148,6 +185,14 @@ class ExportOptions:
     """Take back all that was exported and send everything again."""
 
 
+def folder_to_write(output: Path, option: str) -> Path:
+    """The whole path of the folder that ``option`` names. Raises ValueError where it is a file, or lies below one."""
+    whole = output.resolve()
+    for file in filter(Path.is_file, [whole, *whole.parents]):
+        raise ValueError(f"{option} {output}: {file} is a file, and a folder is needed to write to")
+    return whole
+
+
 class Session:
     """An export as a context manager; ``catch_up`` sends new records and may be called at any time."""
 
@@ -162,9 +207,7 @@ class Session:
         for link in filter(Path.is_symlink, [folder / FOLDER, *(folder / FOLDER).glob("*")]):
             raise ValueError(f"{link} is a link, and an export writes to the run's own files: remove it")
         self._folder, self._options = folder, options
-        output = options.output.resolve()
-        for file in filter(Path.is_file, [output, *output.parents]):
-            raise ValueError(f"--output {options.output}: {file} is a file, and a folder is needed to write to")
+        output = folder_to_write(options.output, "--output")
         self._place = Place(output, options.project)
         self._cursor = Cursor(folder, options.to, f"{output}\n{options.project}", wait=wait)
         self._sent = 0
@@ -185,7 +228,7 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._exporter.close(error is None and (self._folder / "summary.json").exists())
+            self._exporter.close(error is None and ended(self._folder))
             if error is None:
                 self._remember(closed=True)
         except Exception as failure:
@@ -228,6 +271,7 @@ class Session:
             self._remember()
 
     def _begin(self, state: Mapping[str, Any] | None, *, again: bool) -> None:
+        ended(self._folder)  # a damaged summary is named before anything is sent
         about = about_of(self._folder)
         digest = hashlib.sha256(json.dumps([about.config, about.provenance], sort_keys=True).encode()).hexdigest()
         remembered = state or self._cursor.state

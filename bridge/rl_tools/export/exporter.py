@@ -3,7 +3,7 @@
 import enum
 import importlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,13 +12,11 @@ from rl_bridge.common.append_log import parsed
 from rl_bridge.common.json_kinds import require_kind
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.run.options import TRACKERS
-from rl_bridge.run.records import METRICS, STEP
+from rl_bridge.run.records import ABOUT, METRICS, STEP
 from rl_tools.export.system import SYSTEM
 
 STREAMS = {"metrics": METRICS, "system": SYSTEM}
 """Name of a stream → its file in the run's folder."""
-_ABOUT = ("stage", "step", "run", "attempt", "time", "weights_version", "optimizer_step", "seconds")
-"""Fields of a record that are no metrics: its subject, and clocks."""
 _STEP = {**STEP, "time": STEP["time?"]}
 """Every row has a time in the store; the rest is as a report reads it."""
 CHUNK = 500
@@ -106,18 +104,18 @@ class Tail:
             require_kind(record, _STEP, where)
         identity = f"{self.stream}-{self.rows}-{zlib.crc32(line):08x}"
         if self.stream == "system":
-            values = {f"system/{name}": value for name, value in _numbers(record, ("time",))}
+            values = {f"system/{name}": value for name, value in _numbers(record, {"time"})}
             return Row(self.rows, record["time"], values, {"sample": self.rows}, identity)
         if "stage" not in record:
             return None
         self.tokens += int(record.get("trained_tokens", 0))
         clocks: dict[str, float] = {"step": self.rows, "tokens": self.tokens}
         clocks |= {name: record[name] for name in ("weights_version", "optimizer_step", "seconds") if name in record}
-        metrics = {f"{record['stage']}/{name}": value for name, value in _numbers(record, _ABOUT)}
+        metrics = {f"{record['stage']}/{name}": value for name, value in _numbers(record, ABOUT)}
         return Row(self.rows, record["time"], metrics, clocks, identity)
 
 
-def _numbers(record: Mapping[str, Any], without: tuple[str, ...]) -> Iterator[tuple[str, float]]:
+def _numbers(record: Mapping[str, Any], without: Set[str]) -> Iterator[tuple[str, float]]:
     hidden = environment_secrets()
     for name, value in record.items():
         if name not in without and isinstance(value, int | float):

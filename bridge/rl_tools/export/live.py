@@ -14,7 +14,7 @@ from typing import cast
 from rl_bridge.common.children import Child
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.run import Observer, Run
-from rl_tools.export.export import FOLDER, ExportOptions, Target
+from rl_tools.export.export import FOLDER, ExportOptions, Target, folder_to_write
 from rl_tools.export.live_process import Limits
 
 PATIENCE = 15.0
@@ -39,7 +39,10 @@ def live_export(names: Sequence[str], output: Path, project: str, system_every: 
 
     Raises:
         ModuleNotFoundError: one of them is not installed.
+        ValueError: the output is no folder.
     """
+    if names:
+        folder_to_write(output, "--tracker-output")
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ModuleNotFoundError(f"{name} is not installed: pip install '.[trackers]'")

@@ -11,7 +11,7 @@ from rl_bridge.algorithms.completion_log import COMPLETIONS
 from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.json_kinds import Kind, require_kind
 from rl_bridge.common.statistics import running_mean
-from rl_bridge.run.records import METRICS, STEP
+from rl_bridge.run.records import ABOUT, METRICS, STEP
 
 # The files of a folder.
 
@@ -142,8 +142,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 # Curves of a run: every number of its record over several clocks, in few enough points, with the extremes kept.
 
 CLOCKS = ("step", "tokens", "seconds", "version")
-ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step", "trained_tokens"}
-"""Entries of a record that are no metric."""
+DRAWN_OVER = ABOUT | {"trained_tokens"}
+"""Entries of a record that have no curve of their own: of the tokens a page draws the sum, as a clock."""
 POINTS = 1000
 """Points of a curve at most, in the page."""
 Column = list[float | None]
@@ -177,7 +177,7 @@ def clocks_of(records: Sequence[Mapping[str, Any]], tokens_before: float = 0.0) 
 def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
     """Every metric that a record has, an entry a record; besides ``step_seconds``, the time since the record before."""
     names = dict.fromkeys(
-        name for record in records for name, value in record.items() if name not in ABOUT and _is_number(value)
+        name for record in records for name, value in record.items() if name not in DRAWN_OVER and _is_number(value)
     )
     columns: dict[str, Column] = {name: [short(record.get(name)) for record in records] for name in names}
     columns["step_seconds"] = step_seconds(records)

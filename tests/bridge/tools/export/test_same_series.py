@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rl_bridge.common.files import write_json
 from rl_tools.cli import main
 from rl_tools.export.export import ExportOptions, Session, Target, export, key_of
+from rl_tools.export.live import live_export
 from rl_tools.report.run_files import read_run
 from tests.bridge.tools.export.ledgers import Trainer, curves, sample
 from tests.bridge.tools.export.stores import READERS, TRACKERS, remove
@@ -261,6 +264,65 @@ def test_a_config_that_cannot_be_read_is_named(trainer, output, config):
     file.unlink() if config is None else file.write_text(config)
     with pytest.raises(ValueError, match=r"config\.json(: it is not a run's folder| is damaged)"):
         export(trainer.folder, ExportOptions(to="tensorboard", output=output))
+
+
+@pytest.mark.parametrize("summary", ["", "[]", '{"a":', "null"], ids=["empty", "a list", "torn", "null"])
+def test_a_summary_that_cannot_be_read_is_named_before_anything_is_sent(trainer, tmp_path, summary):
+    """The report refused it, and an export took the run as one that has ended."""
+    output = tmp_path / "stores"
+    folder = trainer.step(3).end()
+    (folder / "summary.json").write_text(summary)
+    for read in (read_run, lambda run: export(run, ExportOptions(to="tensorboard", output=output))):
+        with pytest.raises(ValueError, match=r"summary\.json(: it is (\[\]|null): expected an object| is damaged)"):
+            read(folder)
+    assert not output.exists()
+
+
+def shards(model: Path) -> list[Path]:
+    """Two files of weights, and the index that names them."""
+    names = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    for number, name in enumerate(names):
+        save_file({f"w{number}": np.arange(100.0)}, model / name)
+    places = {"weight_map": {f"w{number}": name for number, name in enumerate(names)}}
+    write_json(model / "model.safetensors.index.json", places)
+    return [model / name for name in names]
+
+
+BROKEN = {
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "empty": lambda file: file.write_bytes(b""),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
+    "gone": Path.unlink,
+    "an index without places": lambda file: write_json(file.parent / "model.safetensors.index.json", {}),
+    "a torn index": lambda file: (file.parent / "model.safetensors.index.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("artifacts", ["manifest", "files"])
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_model_that_is_not_whole_is_not_exported(trainer, output, broken, artifacts):
+    """Its files were sent, or their checksums, without a word. The run's curves are in the store all the same."""
+    folder = trainer.step(3).end()
+    _, file = shards(folder / "model")
+    options = ExportOptions(to="tensorboard", output=output, project="tests", artifacts=artifacts)
+    BROKEN[broken](file)
+    name = re.escape(file.name)
+    with pytest.raises(
+        ValueError, match=rf"{name}( cannot be read as|, which is not there)|index\.json (has no|is dam)"
+    ):
+        export(folder, options)
+    stored = READERS["tensorboard"](output, "tests", key_of(folder))
+    assert {name: stored[name] for name in curves(folder)} == curves(folder)
+    shards(folder / "model")
+    assert export(folder, options)[0] == 3
+
+
+def test_trackers_that_cannot_write_are_refused_by_the_trainer_s_option(tmp_path):
+    """The exporter's process said ``--output``, which the trainer does not have, when the run had begun."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"--tracker-output .*/file/below: .*/file is a file, and a folder is needed"):
+        live_export(["tensorboard"], tmp_path / "file" / "below", "tests", 0.0)
 
 
 DAMAGES = {
