@@ -20,8 +20,6 @@ from rl_bridge.common.terminal import remark
 _BEGIN_PROCESSES = ("reward", "environment")
 _kinds: dict[str, str] = {}
 """Name of a module that a file was loaded as in this process → its kind. A file may hold a reward and a tool."""
-_modules: dict[tuple[Path, str, bytes], ModuleType] = {}
-"""File, kind and content → the module: two functions of one file share what the file has loaded."""
 _folders: set[Path] = set()
 """Folders that files were loaded from in this process."""
 
@@ -35,7 +33,9 @@ class _OfText(importlib.machinery.SourceFileLoader):
 
 
 def load_file(path: Path, kind: str) -> ModuleType:
-    """The file as a module, run once in a process. It can import modules beside it. ``kind``: what it holds, "reward".
+    """The file as a module. The file can import the modules that lie beside it. ``kind`` is what it holds: "reward".
+
+    Each call runs the file: what the module has may be of an event loop that ends with those who loaded it.
 
     A reward's or an environment's module has the file's name, where that name finds the file: a process that its
     functions begin (``multiprocessing``, by spawn) imports the module by that name.
@@ -47,10 +47,6 @@ def load_file(path: Path, kind: str) -> ModuleType:
     """
     if not path.is_file():
         raise FileNotFoundError(f"no such {kind} file: {path}")
-    loaded = (path.resolve(), kind, path.read_bytes())
-    module = _modules.get(loaded)
-    if module is not None and sys.modules.get(module.__name__) is module:
-        return module
     is_free = path.stem not in sys.modules or _kinds.get(path.stem) == kind
     is_found = kind in _BEGIN_PROCESSES and is_free and _finds(path.stem, path.resolve())
     name = path.stem if is_found else f"rl_bridge_{kind}_{path.stem}"
@@ -70,13 +66,12 @@ def load_file(path: Path, kind: str) -> ModuleType:
         relative = "relative import" in str(error)
         way_on = "; a module beside the file is imported by its name: import NAME" if relative else ""
         raise ValueError(f"{path} cannot be loaded: {type(error).__name__}: {error}{way_on}") from error
-    _modules[loaded] = module
     return module
 
 
 @functools.lru_cache(maxsize=256)
 def callable_in(path: str, name: str, kind: str, form: str) -> Any:
-    """The object ``name`` of the file. ``form``: what it is to be, as "function {!r}".
+    """The object ``name`` of the file, which is run once for each name. ``form``: what it is to be, as "function {!r}".
 
     Raises:
         ValueError: there is none that can be called; besides what ``load_file`` raises.
