@@ -186,17 +186,18 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     )
     events = run_study(study, resume=arguments.resume)
     say("\n".join(write_report(study.folder)))
-    return 0 if _succeeded(events) else 1
+    return 0 if _succeeded(events, arguments.confirm) else 1
 
 
-def _succeeded(events: Sequence[Event]) -> bool:
-    """Whether a trial came to its end and, where the best one ran with fresh seeds, one of these runs did."""
+def _succeeded(events: Sequence[Event], confirm: int) -> bool:
+    """Whether a trial can be chosen and, where the best one ran with fresh seeds, one of these runs came to its end."""
     from rl_tools.tune.study_report import summary_of
 
-    complete = any(event["kind"] == "told" and event["status"] == "complete" for event in events)
-    if not complete or all(event["kind"] != "confirming" for event in events):
-        return complete
-    best = summary_of(events)["best"] or {}
+    best = summary_of(events)["best"]
+    if best is None:
+        if confirm:
+            say(f"--confirm {confirm} ran nothing: there is no best trial")
+        return False
     return "confirmed" in best or "unconfirmed" not in best
 
 

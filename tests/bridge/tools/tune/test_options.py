@@ -209,7 +209,11 @@ def test_a_command_without_a_trainer_in_front_is_no_success(words, capsys):
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])
 def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, monkeypatch, tmp_path):
     """TOOL-8: it was 0 with every trial failed."""
-    events = [{"kind": "told", "trial": number, "status": status} for number, status in enumerate(statuses)]
+    events = [{"kind": "study", "space": [], "goals": [{"name": "reward", "maximize": True}]}]
+    values = {"reward": {"mean": 0.5, "low": None, "high": None, "seeds": [0.5]}}
+    for number, status in enumerate(statuses):
+        told = {"status": status, "reason": "", "violations": [], "values": values if status == "complete" else {}}
+        events += [{"kind": "asked", "trial": number, "assignment": {}}, {"kind": "told", "trial": number, **told}]
     monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: events)
     monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
     assert run(["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path)]) == exit_status
