@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from rl_bridge.common.terminal import Stopped
+from rl_bridge.common.terminal import Stopped, StoppedAtOnce
 from rl_tools.tune import study as module
 from rl_tools.tune.goals import Pruning, parse_constraint, parse_goal
 from rl_tools.tune.samplers import OptunaSampler
@@ -52,4 +52,6 @@ if __name__ == "__main__":
         run_study(study_of(**options), resume=resume)
     except Stopped as stop:
         Path(options["folder"], "printed").write_text(str(stop))
+        sys.exit(128 + stop.number)
+    except StoppedAtOnce as stop:
         sys.exit(128 + stop.number)
