@@ -40,7 +40,7 @@ def contents(fixed: Sequence[str], values: Sequence[str], configs: Sequence[Any]
 
 
 def differences_of(before: Mapping[str, str], reads: Callable[[], Mapping[str, str]]) -> list[str]:
-    """What is another one at the study's end than ``before``, in words.
+    """The changes between ``before`` and the study's end, in words.
 
     The trials are not refused: they have their results, and only their user knows what the change means for these.
     """

@@ -16,7 +16,6 @@ import optuna
 import pytest
 
 from rl_bridge.common.files import RunLock
-from rl_bridge.common.terminal import SIGNALS
 from rl_tools.tune.goals import parse_goal
 from rl_tools.tune.journal import Key, read_journal
 from rl_tools.tune.study import last_lines, places, run_study, training_command
@@ -30,25 +29,12 @@ TUNER = Path(__file__).with_name("tuner.py")
 ROOT = Path(__file__).parents[4]
 
 
-def as_from_a_terminal():
-    """No signal is ignored, as it may be where the tests run: behind nohup, or in the background of a script."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
 def tuner(output=Path(os.devnull), **options):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))}
     environment["OPENBLAS_NUM_THREADS"] = "1"
     words = [sys.executable, str(TUNER), json.dumps(options, default=str)]
     with output.open("w") as stream:
-        return subprocess.Popen(
-            words,
-            env=environment,
-            stdout=stream,
-            stderr=subprocess.DEVNULL,
-            process_group=0,
-            preexec_fn=as_from_a_terminal,
-        )
+        return subprocess.Popen(words, env=environment, stdout=stream, stderr=subprocess.DEVNULL, process_group=0)
 
 
 def starts(folder):
@@ -164,6 +150,7 @@ def test_a_signal_stops_all_and_a_later_tuner_goes_on_from_the_checkpoints(tmp_p
     assert all(gone(process, 0.5) for process, _ in starts(folder))
     # SIGTERM, and time to answer it, whichever signal the study got.
     assert {(event["status"], event["exit"]) for event in events(folder, "ended")} == {("interrupted", 143)}
+    assert {event["reason"] for event in events(folder, "ended")} == {"the study was stopped"}
     assert tuner(**options, resume=True).wait(timeout=30) == 0
     whole(folder, 2, 1)
     again = [done for _, done in starts(folder)]
@@ -184,6 +171,8 @@ def test_a_second_signal_waits_for_no_trial_and_loses_none_that_ended(tmp_path, 
     assert process.poll() is None, "the first signal waits for the runs"
     sent(process, number)
     assert process.wait(timeout=20) == 128 + number
+    words = f"{len(ended)} of 4 trials have ended; go on with the same command and --name study --resume"
+    assert (folder / "printed").read_text() == words, "as the message of one signal says"
     assert all(gone(each, 0.5) for each, _ in begun) and starts(folder) == begun
     assert not list(folder.rglob("*.tmp")) and events(folder, "told") == ended
     assert tuner(output, **options, resume=True).wait(timeout=30) == 0
