@@ -110,7 +110,7 @@ def test_sigkill_of_the_tuner_and_of_workers_loses_nothing_and_repeats_nothing(t
 def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     folder = tmp_path / "study"
     study = study_of(
-        folder, fails=("no", "crash", "hang", "kill"), trials=9, slots=4, time_limit=1.0, grace=0.2, devices=("5", "7")
+        folder, fails=("no", "crash", "hang", "kill"), trials=9, slots=4, time_limit=10.0, grace=0.2, devices=("5", "7")
     )
     run_study(study)
     found = summary_of(read_study(folder))
@@ -118,7 +118,7 @@ def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     assert set(kinds) == {"no", "crash", "hang", "kill"}
     assert kinds["no"]["status"] == kinds["kill"]["status"] == "complete"
     assert "ValueError: x = " in kinds["crash"]["reason"] and kinds["crash"]["reason"].startswith("exit status 1")
-    assert kinds["hang"]["reason"] == "had not ended after 1 s"
+    assert kinds["hang"]["reason"] == "had not ended after 10 s"
     again = [e for e in events(folder, "ended") if e["status"] == "interrupted"]
     assert again and {e["reason"] for e in again} == {"killed by signal 9"}
     assert all(gone(process) for process, _ in starts(folder))
