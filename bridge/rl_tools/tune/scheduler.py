@@ -196,7 +196,8 @@ class Scheduler:
         elif repetition.stopping is not None:
             about |= repetition.stopping
         elif ours:
-            about |= {"status": "interrupted", "reason": "the tuner ended", "counts": 0}
+            reason = "the study was stopped" if self._closing else "the tuner ended"
+            about |= {"status": "interrupted", "reason": reason, "counts": 0}
         elif ended.signal is not None and repetition.interruptions < self.plan.retries:
             about |= {"status": "interrupted", "reason": f"killed by signal {ended.signal}", "counts": 1}
         elif ended.signal is not None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from rl_bridge.common.children import Child
 from rl_bridge.common.files import RunLock, require_own_files
-from rl_bridge.common.terminal import Stopped, StopRequest, tell
+from rl_bridge.common.terminal import Stopped, StoppedAtOnce, StopRequest, tell
 from rl_bridge.run.records import METRICS, read_records
 from rl_tools.tune.goals import Points, history, value_of
 from rl_tools.tune.journal import CONTENTS, ENDED, JOURNAL, Event, Journal, Key
@@ -295,14 +295,21 @@ def _to_its_end(journal: Journal, study: Study) -> None:
                 _show(bar, scheduler)
                 time.sleep(POLL)
             _show(bar, scheduler)
+    except StoppedAtOnce as stopped:
+        place = f"go on with the same command and --name {study.folder.name} --resume"
+        stopped.add_note(f"{_ended(scheduler)} of {plan.trials} trials have ended; {place}")
+        raise
     finally:
         # Nothing is left after an error or a second signal.
         processes.kill()
     if scheduler.missing is not None:
         raise ValueError(f"{scheduler.missing}. The study ended at this run; give another one its own --name")
     if stop.number is not None and closing:
-        done = sum(trial.told is not None for trial in scheduler.state.trials)
-        raise Stopped(f"stopped after {done} of {plan.trials} trials", study.folder.name, stop.number)
+        raise Stopped(f"stopped after {_ended(scheduler)} of {plan.trials} trials", study.folder.name, stop.number)
+
+
+def _ended(scheduler: Scheduler) -> int:
+    return sum(trial.told is not None for trial in scheduler.state.trials)
 
 
 def _show(bar: tqdm, scheduler: Scheduler) -> None:

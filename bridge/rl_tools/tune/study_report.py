@@ -7,7 +7,7 @@ from typing import Any
 
 from rl_bridge.common.files import write_json
 from rl_bridge.common.statistics import LEAST, over_seeds
-from rl_tools.tune.goals import front, volume
+from rl_tools.tune.goals import front, parse_constraint, volume
 from rl_tools.tune.importance import importance
 from rl_tools.tune.journal import JOURNAL, Event, read_journal
 
@@ -30,8 +30,8 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
     """The report as plain data: ``study``, ``trials``, ``best``, ``front``, ``importance``, ``counts``.
 
     A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
-    ``feasible``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval,
-    ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
+    ``feasible``, ``violations``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its
+    interval, ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
     """
     study = {name: value for name, value in events[0].items() if name != "kind"}
     seconds: dict[int, float] = {}
@@ -57,6 +57,7 @@ def _trial(asked: Event, told: Event | None, seconds: Mapping[int, float]) -> di
         "reason": "" if told is None else told["reason"],
         "values": {} if told is None else told.get("values", {}),
         "feasible": told is not None and all(violation <= 0 for violation in told["violations"]),
+        "violations": [] if told is None else told["violations"],
         "seconds": round(seconds.get(number, 0.0), 3),
         "on_front": False,
     }
@@ -115,7 +116,7 @@ def lines_of(report: Mapping[str, Any], folder: Path) -> list[str]:
             lines.append(f"trial {trial['number']} failed: {trial['reason']}")
     best = report["best"]
     if best is None:
-        lines.append("no trial came to its end within the constraints")
+        lines += _without_best(report)
     else:
         seeds = len(best["seeds"])
         lines.append(f"best: trial {best['trial']}, {best['goal']} {_over(best)}")
@@ -139,6 +140,28 @@ def lines_of(report: Mapping[str, Any], folder: Path) -> list[str]:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in report["importance"]["shares"].items())
         lines.append(f"importance: {shares}")
     return [*lines, f"report and figures: {folder / REPORT}"]
+
+
+def _without_best(report: Mapping[str, Any]) -> list[str]:
+    """Why no trial is the best: how many came to their end, and how near they are to each constraint.
+
+    Constraints have units of their own, so that no trial is the nearest to all of them. They stand in the order of how
+    many trials keep each.
+    """
+    complete = [trial for trial in report["trials"] if trial["status"] == "complete"]
+    if not complete:
+        return ["no trial came to its end"]
+    count = "1 trial came to its end, not" if len(complete) == 1 else f"{len(complete)} trials came to their end, none"
+    by_count: list[tuple[int, str]] = []
+    for place, text in enumerate(report["study"].get("constraints", [])):
+        keepers = sum(trial["violations"][place] <= 0 for trial in complete)
+        line = f"  {text}: {keepers} {'keeps' if keepers == 1 else 'keep'} it"
+        if not keepers:
+            nearest = min(complete, key=lambda trial: trial["violations"][place])
+            value = nearest["values"][parse_constraint(text).goal.name]["mean"]
+            line += f"; the nearest is trial {nearest['number']} with {value:.4g}"
+        by_count.append((-keepers, line))
+    return [f"{count} within the constraints", *(line for _, line in sorted(by_count, key=lambda pair: pair[0]))]
 
 
 def _over(values: Mapping[str, Any], sign: str = "") -> str:

@@ -209,7 +209,11 @@ def test_a_command_without_a_trainer_in_front_is_no_success(words, capsys):
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])
 def test_a_study_without_a_complete_trial_exits_with_1(statuses, exit_status, monkeypatch, tmp_path):
     """TOOL-8: it was 0 with every trial failed."""
-    events = [{"kind": "told", "trial": number, "status": status} for number, status in enumerate(statuses)]
+    events = [{"kind": "study", "space": [], "goals": [{"name": "reward", "maximize": True}]}]
+    values = {"reward": {"mean": 0.5, "low": None, "high": None, "seeds": [0.5]}}
+    for number, status in enumerate(statuses):
+        told = {"status": status, "reason": "", "violations": [], "values": values if status == "complete" else {}}
+        events += [{"kind": "asked", "trial": number, "assignment": {}}, {"kind": "told", "trial": number, **told}]
     monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: events)
     monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
     assert run(["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path)]) == exit_status
@@ -236,7 +240,7 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
     """Trials before and after the change would be compared, though they learn from other rows or by other rewards."""
     file, words = FILES[name]
     monkeypatch.chdir(tmp_path)
-    for folder in ("rows/main", "tiny"):
+    for folder in ("rows/main", "tiny", "other"):
         Path(folder).mkdir(parents=True)
     Path("tiny/config.json").write_text("{}")
     for own in ("rows.jsonl", "held_out.jsonl", "more.jsonl", "rows/test.jsonl", "rows/main/train.jsonl"):

@@ -74,11 +74,72 @@ def test_the_best_keeps_the_constraints_and_is_compared_with_the_second_seed_by_
     assert [second[end] for end in ("low", "mean", "high")] == pytest.approx([1.1 - half, 1.1, 1.1 + half], abs=1e-4)
 
 
+def infeasible(folder, bounds, complete):
+    """A study of two trials, of which no complete one keeps all bounds; reward is 0.5 and 1.5, KL 0.3 and 0.2."""
+    folder.mkdir(parents=True)
+    journal = Journal(folder / JOURNAL, 1)
+    journal.append({"kind": "study", "space": SPACE.described(), "goals": GOALS[:1], "constraints": list(bounds)})
+    for number in range(2):
+        means = {"reward": number + 0.5, "kl": 0.3 - 0.1 * number}
+        constraints = [parse_constraint(text) for text in bounds]
+        told = {"kind": "told", "trial": number, "status": "complete", "reason": ""}
+        told["values"] = {name: {"mean": v, "low": None, "high": None, "seeds": [v]} for name, v in means.items()}
+        told["violations"] = [constraint.violation(means[constraint.goal.name]) for constraint in constraints]
+        if number >= complete:
+            told |= {"status": "failed", "reason": "exit status 1: no room", "values": {}, "violations": []}
+        journal.append({"kind": "asked", "trial": number, "assignment": {"kind": "a", "rate": 1e-3}})
+        journal.append(told)
+    return folder
+
+
 def test_a_study_without_a_known_best_says_so(tmp_path):
     events = read_study(study(tmp_path / "study"))
     found = summary_of([event | {"violations": [0.1]} if event["kind"] == "told" else event for event in events])
     assert found["best"] is None and found["front"] is None
-    assert "no trial came to its end within the constraints" in lines_of(found, tmp_path)
+    assert "8 trials came to their end, none within the constraints" in lines_of(found, tmp_path)
+
+
+INFEASIBLE = {
+    "one": (
+        ["kl<=0.1"],
+        2,
+        ["2 trials came to their end, none", "kl<=0.1: 0 keep it; the nearest is trial 1 with 0.2"],
+    ),
+    "one trial": (
+        ["kl<=0.1"],
+        1,
+        ["1 trial came to its end, not", "kl<=0.1: 0 keep it; the nearest is trial 0 with 0.3"],
+    ),
+    "one of two": (
+        ["reward>=9", "kl<=0.5"],
+        2,
+        ["kl<=0.5: 2 keep it\n  reward>=9: 0 keep it; the nearest is trial 1 with 1.5"],
+    ),
+    "each by another": (["reward>=1", "kl>=0.25"], 2, ["reward>=1: 1 keeps it", "kl>=0.25: 1 keeps it"]),
+    "nobody ended": (["kl<=0.1"], 0, ["no trial came to its end\n"]),
+}
+"""Constraints, how many of two trials are complete, and words of the report."""
+
+
+@pytest.mark.parametrize("confirm", [0, 3])
+@pytest.mark.parametrize("name", INFEASIBLE)
+def test_a_study_without_a_trial_that_can_be_chosen_says_why_and_exits_with_1(
+    name, confirm, tmp_path, monkeypatch, capsys
+):
+    """It was 0 where trials were complete and none kept the constraints, as if there were something to use."""
+    bounds, complete, words = INFEASIBLE[name]
+    folder = infeasible(tmp_path / "runs" / "tune", bounds, complete)
+    monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: read_study(folder))
+    command = ["policy", "--space.policy.steps", "1..3", "--output", str(tmp_path / "runs")]
+    command += [word for bound in bounds for word in ("--constraint", bound)] + ["--confirm", str(confirm)]
+    assert run(command) == 1
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in words), printed
+    assert ("--confirm 3 ran nothing: there is no best trial" in printed) == (confirm > 0)
+    assert json.loads((folder / "report.json").read_text())["best"] is None
+    # Read once more, the study says the same.
+    assert run(["report", str(folder)]) == 0
+    assert words[0] in capsys.readouterr().out
 
 
 def test_the_best_is_told_with_its_fresh_seeds(tmp_path):

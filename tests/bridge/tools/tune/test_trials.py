@@ -29,11 +29,12 @@ TUNER = Path(__file__).with_name("tuner.py")
 ROOT = Path(__file__).parents[4]
 
 
-def tuner(**options):
+def tuner(output=Path(os.devnull), **options):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "bridge"))}
     environment["OPENBLAS_NUM_THREADS"] = "1"
     words = [sys.executable, str(TUNER), json.dumps(options, default=str)]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with output.open("w") as stream:
+        return subprocess.Popen(words, env=environment, stdout=stream, stderr=subprocess.DEVNULL, process_group=0)
 
 
 def starts(folder):
@@ -109,7 +110,7 @@ def test_sigkill_of_the_tuner_and_of_workers_loses_nothing_and_repeats_nothing(t
 def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     folder = tmp_path / "study"
     study = study_of(
-        folder, fails=("no", "crash", "hang", "kill"), trials=9, slots=4, time_limit=1.0, grace=0.2, devices=("5", "7")
+        folder, fails=("no", "crash", "hang", "kill"), trials=9, slots=4, time_limit=10.0, grace=0.2, devices=("5", "7")
     )
     run_study(study)
     found = summary_of(read_study(folder))
@@ -117,7 +118,7 @@ def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     assert set(kinds) == {"no", "crash", "hang", "kill"}
     assert kinds["no"]["status"] == kinds["kill"]["status"] == "complete"
     assert "ValueError: x = " in kinds["crash"]["reason"] and kinds["crash"]["reason"].startswith("exit status 1")
-    assert kinds["hang"]["reason"] == "had not ended after 1 s"
+    assert kinds["hang"]["reason"] == "had not ended after 10 s"
     again = [e for e in events(folder, "ended") if e["status"] == "interrupted"]
     assert again and {e["reason"] for e in again} == {"killed by signal 9"}
     assert all(gone(process) for process, _ in starts(folder))
@@ -125,21 +126,58 @@ def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
     assert set(devices) <= {"5", "7"} and devices
 
 
-def test_ctrl_c_stops_all_and_a_later_tuner_goes_on_from_the_checkpoints(tmp_path):
+def to_itself(process, number):
+    process.send_signal(number)
+
+
+def to_its_group(process, number):
+    """As a terminal sends Ctrl-C: to the command and all that it started but what has a session of its own."""
+    os.killpg(process.pid, number)
+
+
+SENT = [(signal.SIGINT, to_itself), (signal.SIGINT, to_its_group), (signal.SIGTERM, to_itself)]
+
+
+@pytest.mark.parametrize(("number", "sent"), [*SENT, (signal.SIGHUP, to_itself)])
+def test_a_signal_stops_all_and_a_later_tuner_goes_on_from_the_checkpoints(tmp_path, number, sent):
     folder = tmp_path / "study"
-    options = {"folder": folder, "trials": 2, "seeds": 1, "slots": 2, "steps": 12, "pause": 0.05}
+    options = {"folder": folder, "fails": ["wait", "wait "], "trials": 2, "seeds": 1, "slots": 2, "steps": 12}
     process = tuner(**options)
     wait_for(lambda: len(list(folder.glob("runs/*/state.json"))) == 2, "checkpoints")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    sent(process, number)
+    assert process.wait(timeout=20) == 128 + number
     assert (folder / "printed").read_text() == "stopped after 0 of 2 trials"
     assert all(gone(process, 0.5) for process, _ in starts(folder))
-    # SIGTERM, and time to answer it.
+    # SIGTERM, and time to answer it, whichever signal the study got.
     assert {(event["status"], event["exit"]) for event in events(folder, "ended")} == {("interrupted", 143)}
+    assert {event["reason"] for event in events(folder, "ended")} == {"the study was stopped"}
     assert tuner(**options, resume=True).wait(timeout=30) == 0
     whole(folder, 2, 1)
     again = [done for _, done in starts(folder)]
     assert len(again) == 4 and sum(done > 0 for done in again) == 2
+
+
+@pytest.mark.parametrize(("number", "sent"), SENT)
+def test_a_second_signal_waits_for_no_trial_and_loses_none_that_ended(tmp_path, number, sent):
+    folder, output = tmp_path / "study", tmp_path / "output"
+    # The grace is longer than the test may take: runs that are deaf to SIGTERM end by the second signal alone.
+    options = {"folder": folder, "fails": ["no", "stuck"], "trials": 4, "slots": 4, "grace": 3600.0}
+    process = tuner(output, **options)
+    wait_for(lambda: len(events(folder, "told")) + len(list(folder.glob("runs/*/stuck"))) == 4, "runs that hang")
+    ended, begun = events(folder, "told"), starts(folder)
+    assert 0 < len(ended) < 4
+    sent(process, number)
+    wait_for(lambda: "stopping after this step" in output.read_text(), "answer")
+    assert process.poll() is None, "the first signal waits for the runs"
+    sent(process, number)
+    assert process.wait(timeout=20) == 128 + number
+    words = f"{len(ended)} of 4 trials have ended; go on with the same command and --name study --resume"
+    assert (folder / "printed").read_text() == words, "as the message of one signal says"
+    assert all(gone(each, 0.5) for each, _ in begun) and starts(folder) == begun
+    assert not list(folder.rglob("*.tmp")) and events(folder, "told") == ended
+    assert tuner(output, **options, resume=True).wait(timeout=30) == 0
+    whole(folder, 4, 1)
+    assert len(starts(folder)) == 4 + 4 - len(ended), "those that ended are left alone"
 
 
 def test_a_tuner_that_is_killed_takes_its_trials_along_even_deaf_ones(tmp_path):

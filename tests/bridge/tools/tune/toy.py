@@ -1,7 +1,7 @@
 """A trainer for the tuner's tests: a run folder, a checkpoint a step, and no imports that take time.
 
 ``python toy.py RUN SEED STEPS PAUSE [--resume] [OPTION VALUE …]``. The reward has its optimum at x = 0.3. ``fail`` at a
-step: crash, hang (deaf to SIGTERM), or kill (SIGKILL, once).
+step: crash, hang (deaf to SIGTERM), stuck (hang, once), wait (for SIGTERM, once), or kill (SIGKILL, once).
 """
 
 import json
@@ -27,7 +27,7 @@ def main(folder, seed, steps, pause, words):
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     with open(os.path.join(folder, "starts"), "a") as starts:
         starts.write(f"{os.getpid()} {done}\n")
-    fail, x = options.get("fail", "no"), float(options.get("x", 0.0))
+    fail, x = options.get("fail", "no").strip(), float(options.get("x", 0.0))
     for step in range(done, steps):
         if stopping:
             sys.exit(128 + stopping[0])
@@ -35,6 +35,12 @@ def main(folder, seed, steps, pause, words):
             raise ValueError(f"x = {x} is too much")
         while fail == "hang" and step == 2:
             time.sleep(1)
+        if fail == "stuck" and step == 2 and not resume:
+            open(os.path.join(folder, "stuck"), "w").close()
+            while True:
+                time.sleep(1)
+        while fail == "wait" and step == 2 and not resume and not stopping:
+            time.sleep(0.01)
         if fail == "kill" and step == 2 and not resume:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(pause)

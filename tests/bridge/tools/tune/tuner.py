@@ -1,10 +1,11 @@
 """A tuner over the toy trainer, as a program that a test can kill. The words are JSON."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
-from rl_bridge.common.terminal import Stopped
+from rl_bridge.common.terminal import SIGNALS, Stopped, StoppedAtOnce
 from rl_tools.tune import study as module
 from rl_tools.tune.goals import Pruning, parse_constraint, parse_goal
 from rl_tools.tune.samplers import OptunaSampler
@@ -48,8 +49,14 @@ def study_of(folder, *, fails=("no", "no "), steps=4, pause=0.0, grace=5.0, devi
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
     resume = options.pop("resume", False)
+    # As from a terminal: behind nohup, or in the background of a script, tests begin with ignored signals.
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         run_study(study_of(**options), resume=resume)
     except Stopped as stop:
         Path(options["folder"], "printed").write_text(str(stop))
+        sys.exit(128 + stop.number)
+    except StoppedAtOnce as stop:
+        Path(options["folder"], "printed").write_text("; ".join(getattr(stop, "__notes__", [])))
         sys.exit(128 + stop.number)
