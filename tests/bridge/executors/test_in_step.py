@@ -6,8 +6,10 @@ import weakref
 import pytest
 
 from rl_bridge.executors import WorkerDied
+from rl_bridge.executors import host as hosts
 from rl_bridge.executors.calls import Call, Clock, Step, Steps, concerns, out_of_step
 from rl_bridge.executors.executor import OutOfStep, Progress, Together, worker_error
+from rl_bridge.executors.host import Host
 
 GLOO = RuntimeError("gloo: connection closed by peer")
 HERE = "step.py, line 3"
@@ -139,3 +141,49 @@ def test_a_call_that_is_not_sent_has_the_first_cause(clock):
     dead.fail(0, WorkerDied("slot 0 ended"))
     refused = out_of_step("score", (step, dead))
     assert type(refused) is WorkerDied and str(refused) == "score: slot 0 ended"
+
+
+class Group:
+    """A process group of nobody, in which so many collectives were joined."""
+
+    joined = 0
+
+    def _get_sequence_number_for_group(self):
+        return self.joined
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """Groups that were taken down; those of hosts are made of nothing."""
+    found = []
+    monkeypatch.setattr(hosts.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(hosts.dist, "destroy_process_group", found.append)
+    monkeypatch.setattr(hosts, "named_group", lambda *_: Group())
+    return found
+
+
+def test_a_failed_step_has_the_progress_of_engines_groups_among_its_slots_and_these_are_made_anew(ended):
+    host = Host(0)
+    asked = [((0, 1), ""), ((2, 0), ""), ((0, 1, 2), ""), ((0, 3), ""), ((0, 1), "weights")]
+    groups = [host.group(slots, purpose=purpose) for slots, purpose in asked]
+    for number, group in enumerate(groups):
+        group.joined = number + 1
+    for slots, among in [((0, 1), [0]), ((0, 1, 2), [0, 1, 2]), ((1, 0, 3), [0, 3])]:
+        step = Step(4, Together(slots, 0), "step")
+        progress = host.progress(step, ValueError("x"))
+        assert sorted(progress.collectives.values()) == [number + 1 for number in among] and not progress.completed
+    host.renew(Step(4, Together((0, 1, 2), 0), "step"))
+    assert ended == groups[:3]
+    again = [host.group(slots, purpose=purpose) for slots, purpose in asked]
+    assert [new is old for new, old in zip(again, groups, strict=True)] == [False, False, False, True, True]
+
+
+def test_a_call_that_joins_no_collectives_has_no_progress_and_stops_no_step(ended):
+    host, step = Host(0), Step(1, Together((0, 1), 0), "step")
+    assert host.progress(None, ValueError("x")) is None
+    assert host.run(lambda host: "ran", (), step) == "ran"
+    assert host.progress(step, ValueError("x")) is not None
+    with pytest.raises(OutOfStep, match="ValueError: x"):
+        host.run(lambda host: "ran", (), step)
+    host.forgive(step)
+    assert host.run(lambda host: "ran", (), step) == "ran"

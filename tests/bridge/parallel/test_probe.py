@@ -270,9 +270,12 @@ def _known_on_one_rank(number, address, queue):
     as_rank(work, 2, number, address, queue)
 
 
+def classifier():
+    return large(LlamaForSequenceClassification(tiny("Llama").config.__class__(**SIZES, num_labels=1, pad_token_id=60)))
+
+
 def test_a_classifier_is_compared_with_its_own_pooled_number():
-    model = LlamaForSequenceClassification(tiny("Llama").config.__class__(**SIZES, num_labels=1, pad_token_id=60))
-    large(model)
+    model = classifier()
     use_rl_fn_attention(model)
     assert probe(model).shared
     model.forward = lambda *a, forward=model.forward, **k: _shifted(forward(*a, **k))
@@ -281,8 +284,22 @@ def test_a_classifier_is_compared_with_its_own_pooled_number():
         probe(model)
 
 
-def _shifted(output):
-    output.logits = output.logits + 1.0
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+def test_a_classifier_s_own_number_is_compared_by_the_spread_of_all_however_large_they_are(scale):
+    """A thousandth of the spread is rounding, all of it is another number."""
+    model, row = classifier(), torch.arange(9)
+    model.score.weight.data *= scale
+    values = plain_values(model, row)
+    spread, forward = float(values.detach().std()), model.forward
+    model.forward = lambda *a, **k: _shifted(forward(*a, **k), 1e-3 * spread)
+    assert torch.equal(plain_values(model, row), values)
+    model.forward = lambda *a, **k: _shifted(forward(*a, **k), spread)
+    with pytest.raises(ValueError, match="scores a row of 9 tokens"):
+        plain_values(model, row)
+
+
+def _shifted(output, shift=1.0):
+    output.logits = output.logits + shift
     return output
 
 

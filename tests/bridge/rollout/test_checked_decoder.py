@@ -5,6 +5,7 @@ below: MUSA-1, MUSA-4, ROLL-3 and MUSB-3 of the rollout, hybrids, and the check 
 """
 
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -174,13 +175,14 @@ def test_roll_3_rows_stay_below_the_length_from_which_rotary_frequencies_change(
         decoder.add("does not", PROMPT, seed=1, limit=16)
 
 
+@pytest.mark.parametrize("limits", [(0.4, 0.7), (0.0, 0.7), (0.4, math.inf)], ids=str)
 @pytest.mark.parametrize("family", ["nemotron_h", "zamba2"])
-def test_limits_of_time_steps_hold_where_one_token_is_added(family):
+def test_limits_of_time_steps_hold_where_one_token_is_added(family, limits):
     """transformers' own layers have them where they read a sequence only."""
     model = zoo.tiny(family)
     for module in model.modules():
         if hasattr(module, "time_step_limit"):
-            module.time_step_limit = (0.4, 0.7)
+            module.time_step_limit = limits
     use_rl_fn_attention(model)
     law(model, CachedDecoder(model, SAMPLING, stop=[]))
     assert not any(module._forward_hooks for module in model.modules())

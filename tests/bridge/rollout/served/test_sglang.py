@@ -66,7 +66,10 @@ def check_fields(payload, wanted):
 
 
 class Fake:
-    """Replies with the keys of 0.5.23's tokenizer manager; draws the prompt's length, then counts."""
+    """Replies with the keys of 0.5.23's tokenizer manager; draws the prompt's length, then counts.
+
+    A stop token is cut off the tokens of a reply unless the request asks for the whole of it.
+    """
 
     def __init__(self):
         self.version, self.fails, self.weights, self.waits = "default", "", [], threading.Event()
@@ -115,7 +118,8 @@ class Fake:
         if payload.get("return_sampling_mask"):
             meta["output_token_sampling_mask"] = [[token + 1, token] for token in tokens]
             meta["output_token_sampling_logprobs"] = [-0.25] * len(tokens)
-        return {"text": "", "output_ids": tokens, "meta_info": meta}
+        trims = finish["type"] == "stop" and not wanted.get("no_stop_trim")
+        return {"text": "", "output_ids": tokens[:-1] if trims else tokens, "meta_info": meta}
 
 
 @pytest.fixture
