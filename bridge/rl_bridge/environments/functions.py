@@ -68,12 +68,15 @@ class FunctionTools:
             ValueError: one is of another type.
         """
         schemas = {schema["function"]["name"]: schema["function"] for schema in self.schemas}
-        return {
+        fits = {
             name: value
             if value is None and parameters[name].default is None
             else fitting(value, schemas[call.name]["parameters"]["properties"][name], name)
             for name, value in call.arguments.items()
         }
+        # A schema tells a tuple from a list only by the types in it.
+        bare = {name for name, hint in get_type_hints(self.functions[call.name]).items() if hint is tuple}
+        return {name: tuple(value) if name in bare and value is not None else value for name, value in fits.items()}
 
     async def _awaited(self, name: str, result: Awaitable[Any]) -> Message:
         try:
