@@ -50,7 +50,7 @@ def load_file(path: Path, kind: str) -> ModuleType:
     is_free = path.stem not in sys.modules or _kinds.get(path.stem) == kind
     is_found = kind in _BEGIN_PROCESSES and is_free and _finds(path.stem, path.resolve())
     name = path.stem if is_found else f"rl_bridge_{kind}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path, loader=_OfText(name, str(path)))
+    spec = importlib.util.spec_from_file_location(name, path, loader=_OfText(name, str(path.absolute())))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses, among others, look their own module up.

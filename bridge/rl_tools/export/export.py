@@ -45,16 +45,15 @@ def ended(folder: Path) -> bool:
     file = folder / SUMMARY
     if not file.exists():
         return False
-    summary = parsed(file.read_bytes(), str(file))
-    require_kind(summary, {}, str(file))
-    return bool(summary)
+    parsed(file.read_bytes(), str(file))
+    return True
 
 
 def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
     """The model of the run in ``folder``, with checksums and version; None before the run's end or without a model.
 
     Raises:
-        ValueError: weights are cut off or missing.
+        ValueError: a file of weights is cut off, or one that an index names is missing.
     """
     model = folder / MODEL
     if not model.is_dir() or not ended(folder):
@@ -228,7 +227,11 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self._exporter.close(error is None and ended(self._folder))
+            is_whole = False
+            try:
+                is_whole = error is None and ended(self._folder)
+            finally:
+                self._exporter.close(is_whole)
             if error is None:
                 self._remember(closed=True)
         except Exception as failure:

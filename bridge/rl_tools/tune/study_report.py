@@ -30,8 +30,8 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
     """The report as plain data: ``study``, ``trials``, ``best``, ``front``, ``importance``, ``counts``.
 
     A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
-    ``feasible``, ``violations``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its interval,
-    ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
+    ``feasible``, ``violations``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its
+    interval, ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
     """
     study = {name: value for name, value in events[0].items() if name != "kind"}
     seconds: dict[int, float] = {}

@@ -1,6 +1,8 @@
 """The working directory and torch's default dtype are the program's: functions of the user's only borrow them."""
 
 import contextlib
+import importlib.machinery
+import inspect
 import os
 import pickle
 import posix
@@ -10,12 +12,14 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 
 from rl_bridge.common import event_loop
 from rl_bridge.common.user_files import load_file, the_users_code
+from rl_bridge.common.user_marks import mark_of
 
 
 @pytest.fixture
@@ -364,13 +368,37 @@ def test_a_child_of_the_program_is_guarded_and_one_of_a_function_ends_as_it_want
 
 
 @pytest.mark.parametrize("kind", ["reward", "environment", "model", "loss"])
-def test_an_edit_within_a_second_is_read_and_nothing_is_written_beside_the_file(tmp_path, kind):
+def test_an_edit_within_a_second_is_read_and_nothing_is_written_beside_the_file(tmp_path, kind, monkeypatch):
     """Python's own copy of an edit of the same size was that of the text before."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     file = tmp_path / "mine.py"
     for number in range(10):
         file.write_text(f"def score(): return {number}\n")
         assert load_file(file, kind).score() == number
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_is_known_by_its_whole_path_wherever_the_program_goes(folders, monkeypatch):
+    """By a shorter one, its mark and the lines of its errors would be those of a file of the same name elsewhere."""
+    (folders[0] / "mine.py").write_text("def score(): return 1\n")
+    (folders[1] / "mine.py").write_text("def score(): return 2\n")
+    score = load_file(Path("mine.py"), "reward").score
+    mark = mark_of(score)
+    assert score.__code__.co_filename == str(folders[0] / "mine.py")
+    for folder in folders[1:]:
+        monkeypatch.chdir(folder)
+        assert inspect.getsource(score) == "def score(): return 1\n" and mark_of(score) == mark
+    assert mark_of(load_file(Path("../b/mine.py"), "reward").score) != mark
+
+
+def test_a_file_that_may_not_be_read_is_named_so_by_a_relative_path_too(folders, monkeypatch):
+    file = folders[0] / "locked.py"
+    file.write_text("")
+    error = PermissionError(13, "Permission denied", str(file))
+    monkeypatch.setattr(importlib.machinery.SourceFileLoader, "get_data", lambda *_: (_ for _ in ()).throw(error))
+    for path in (file, Path("locked.py")):
+        with pytest.raises(PermissionError):
+            load_file(path, "reward")
 
 
 def test_a_file_that_fails_is_tried_again(tmp_path):

@@ -100,8 +100,16 @@ def test_a_study_without_a_known_best_says_so(tmp_path):
 
 
 INFEASIBLE = {
-    "one": (["kl<=0.1"], 2, ["2 trials came to their end, none", "kl<=0.1: 0 keep it; the nearest is trial 1 with 0.2"]),
-    "one trial": (["kl<=0.1"], 1, ["1 trial came to its end, not", "kl<=0.1: 0 keep it; the nearest is trial 0 with 0.3"]),
+    "one": (
+        ["kl<=0.1"],
+        2,
+        ["2 trials came to their end, none", "kl<=0.1: 0 keep it; the nearest is trial 1 with 0.2"],
+    ),
+    "one trial": (
+        ["kl<=0.1"],
+        1,
+        ["1 trial came to its end, not", "kl<=0.1: 0 keep it; the nearest is trial 0 with 0.3"],
+    ),
     "one of two": (
         ["reward>=9", "kl<=0.5"],
         2,
