@@ -328,6 +328,17 @@ def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, An
     yield from places if files.part is None else _part(source, files.part, list(places))
 
 
+def rows_of_hub(source: str) -> Iterator[Any] | None:
+    """The rows of a dataset of the hub as ``read_rows`` gets them; None for what lies here.
+
+    Raises:
+        FileNotFoundError, ValueError: no such file or dataset.
+    """
+    if is_file_of_reader(source) or Path(split_of(source)[0]).is_dir() or files_of(source) is not None:
+        return None
+    return (row for _, row in _numbered(source, SourceCensus()))
+
+
 def _part(source: str, split: str, rows: list[Any]) -> list[Any]:
     """The rows of ``train[10:20]``; a file is one split, ``train``."""
     match = re.fullmatch(r"(?:train)?(?:\[(-?\d+)?:(-?\d+)?\])?", split)

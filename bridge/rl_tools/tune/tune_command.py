@@ -1,21 +1,19 @@
 """``rl-fn tune TRAINER …`` and ``rl-fn tune report STUDY``."""
 
 import argparse
-import hashlib
 import json
-import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.common.terminal import remark, say, tell
-from rl_bridge.common.user_marks import content_of
+from rl_bridge.common.terminal import remark, say
 from rl_bridge.run.options import in_vain
 from rl_tools.trainers import TrainerOptions, dashed, options_of
+from rl_tools.tune.contents import contents, differences_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
-from rl_tools.tune.journal import CONTENTS, Event, Journal, library
+from rl_tools.tune.journal import Event, Journal, library
 from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
@@ -159,10 +157,30 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     sampler(None)
     for seed in _ends_of_seeds(arguments):
         trainers.parse(default, [*example, "--seed", str(seed)], prog=prog)
+    plan = _plan(arguments, goals)
+    reads = partial(contents, fixed, [*domains.values(), arguments.space or ""], parsed)
+    before = reads()
+    study = Study(
+        arguments.output / arguments.name,
+        plan,
+        _about(arguments, trainer, fixed, space, plan) | before,
+        sampler,
+        training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
+        places(
+            arguments.parallel, devices=arguments.devices.split(",") if arguments.devices else (), pin=arguments.pin
+        ),
+        arguments.grace,
+    )
+    events = run_study(study, resume=arguments.resume)
+    say("\n".join([*write_report(study.folder), *differences_of(before, reads)]))
+    return 0 if _succeeded(events, arguments.confirm) else 1
+
+
+def _plan(arguments: argparse.Namespace, goals: tuple[Goal, ...]) -> Plan:
     pruning = Pruning(
         arguments.pruner, arguments.prune_after, arguments.prune_pairs, arguments.prune_margin, arguments.prune_factor
     )
-    plan = Plan(
+    return Plan(
         goals=goals,
         constraints=tuple(parse_constraint(text) for text in arguments.constraint),
         trials=arguments.trials,
@@ -173,20 +191,6 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         pruning=pruning,
         confirm=arguments.confirm,
     )
-    study = Study(
-        arguments.output / arguments.name,
-        plan,
-        _about(arguments, trainer, fixed, space, plan) | _contents(fixed, [*domains.values(), arguments.space or ""]),
-        sampler,
-        training_command(trainer, lambda assignment: words_of(assignment, options, fixed), arguments.first_seed),
-        places(
-            arguments.parallel, devices=arguments.devices.split(",") if arguments.devices else (), pin=arguments.pin
-        ),
-        arguments.grace,
-    )
-    events = run_study(study, resume=arguments.resume)
-    say("\n".join(write_report(study.folder)))
-    return 0 if _succeeded(events, arguments.confirm) else 1
 
 
 def _succeeded(events: Sequence[Event], confirm: int) -> bool:
@@ -308,41 +312,6 @@ def _remark_on_vain(parsed: Sequence[Any], begun: Any) -> None:
     """Say which options no trial reads, of the configs ``parsed`` at the corners of the space."""
     for message in sorted(set.intersection(*(set(in_vain(config, begun)) for config in parsed))):
         remark(message)
-
-
-_WRITTEN = ("--trackers", "--tracker-output", "--tracker-project")
-"""Options that may be called like a folder to which the trials write."""
-
-
-def _contents(fixed: Sequence[str], values: Sequence[str]) -> dict[str, str]:
-    """A hash, by name, of each file and folder that the words of trials name: else one study has trials of other rows.
-
-    ``fixed``: the options of every trial with their values; ``values``: those among which trials differ. A file of
-    Python counts with the user's modules that it imports, a folder with all that are in it. Models and data sets of
-    the hub are not read, nor folders that are called like a number or an algorithm.
-    """
-    option, pieces = "", {}
-    for word in (*values, *fixed):
-        option = word.partition("=")[0] if word.startswith("--") else option
-        may_be_folder = option not in _WRITTEN and not re.fullmatch(r"[\d.,e+-]+|[a-z]+:[a-z_0-9]+", word)
-        # A path may have these characters itself.
-        for piece in (word, word.partition("=")[2], *re.split("[=:@,]", word)):
-            pieces[piece] = pieces.get(piece, False) or may_be_folder
-    places = [
-        Path(piece) for piece, folder in pieces.items() if os.path.isfile(piece) or (folder and os.path.isdir(piece))
-    ]
-    return {f"{CONTENTS}{place}": _content(place) for place in places}
-
-
-def _content(place: Path) -> str:
-    from rl_bridge.run.provenance import of_folder, of_weights
-
-    if not place.is_dir():
-        return content_of(place)[:16] if place.suffix == ".py" else of_weights(place)
-    folders = {folder.relative_to(place): folder for folder in (place, *place.rglob("*")) if folder.is_dir()}
-    visible = sorted(name for name in folders if not any(part.startswith(".") for part in name.parts))
-    lines = [f"{name} {of_folder(folders[name], tell)}" for name in visible]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _report(words: list[str]) -> int:

@@ -240,7 +240,7 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
     """Trials before and after the change would be compared, though they learn from other rows or by other rewards."""
     file, words = FILES[name]
     monkeypatch.chdir(tmp_path)
-    for folder in ("rows/main", "tiny"):
+    for folder in ("rows/main", "tiny", "other"):
         Path(folder).mkdir(parents=True)
     Path("tiny/config.json").write_text("{}")
     for own in ("rows.jsonl", "held_out.jsonl", "more.jsonl", "rows/test.jsonl", "rows/main/train.jsonl"):
