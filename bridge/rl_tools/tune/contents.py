@@ -64,7 +64,7 @@ def _of_hub(configs: Sequence[Any]) -> dict[str, str]:
     hashes: dict[str, str] = {}
     for config in configs:
         models = [name for name in config.models().values() if name is not None and not is_file_of_class(name)]
-        rewards = [source for _, source in map(named, getattr(config, "reward", ()))]
+        rewards = [str(source) for _, source in map(named, getattr(config, "reward", ()))]
         models += [source.removeprefix("model:") for source in rewards if source.startswith("model:")]
         for name in models:
             if f"{CONTENTS}{name}" not in hashes and not Path(name).exists():
