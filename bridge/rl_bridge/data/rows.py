@@ -332,7 +332,7 @@ def rows_of_hub(source: str) -> Iterator[Any] | None:
     """The rows of a dataset of the hub as ``read_rows`` gets them; None for what lies here.
 
     Raises:
-        FileNotFoundError, ValueError: no such file or dataset.
+        FileNotFoundError, ValueError: no such file; of a dataset that there is not, with its first row.
     """
     if is_file_of_reader(source) or Path(split_of(source)[0]).is_dir() or files_of(source) is not None:
         return None

@@ -15,6 +15,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
+from rl_bridge.common.files import MODEL_SUFFIXES
+
 # Which models can be trained: causal language models whose weights are numbers, not codes.
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -81,7 +83,7 @@ COUNTS = (
 """Fields of a config that nearly all families have."""
 
 
-def folder_of(name: str, patterns: Sequence[str] = ("*.json", "*.safetensors")) -> Path:
+def folder_of(name: str, patterns: Sequence[str] = tuple(f"*{end}" for end in MODEL_SUFFIXES)) -> Path:
     """Where the files are; those of a hub id that match are downloaded first, if they are not here already.
 
     Raises:

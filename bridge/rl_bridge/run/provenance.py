@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.append_log import AppendLog, read_log
+from rl_bridge.common.files import MODEL_SUFFIXES
 from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
 
 # Fingerprints of a run's data, models and rewards.
@@ -76,7 +77,8 @@ def _described(value: Any) -> Any:
 def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:
     """The fingerprint of a model's folder: configuration, tokenizer, templates, every byte of the weights.
 
-    A file of the hub's cache is named by its content, and is not read. ``tell`` gets a line before many bytes are read.
+    A file of the hub's cache is named by its content, and is not read; it counts if a model is read from such a file,
+    for the cache grows by what other programs read. ``tell`` gets a line before many bytes are read.
     """
     files = [file for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")) if _counts(file)]
     unread = sum(file.stat().st_size for file in files if not _is_blob(file))
@@ -94,7 +96,9 @@ def of_weights(place: Path, tell: Callable[[str], None] | None = None) -> str:
 
 
 def _counts(file: Path) -> bool:
-    return file.is_file() and not file.name.startswith(".") and file.suffix != ".md"
+    if not file.is_file() or file.name.startswith("."):
+        return False
+    return file.suffix in MODEL_SUFFIXES if _is_blob(file) else file.suffix != ".md"
 
 
 def _is_blob(file: Path) -> bool:

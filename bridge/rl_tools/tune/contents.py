@@ -36,7 +36,8 @@ def contents(fixed: Sequence[str], values: Sequence[str], configs: Sequence[Any]
     places = [
         Path(piece) for piece, folder in pieces.items() if os.path.isfile(piece) or (folder and os.path.isdir(piece))
     ]
-    return {f"{CONTENTS}{place}": _content(place) for place in places} | _of_hub(configs)
+    of_words = {f"{CONTENTS}{place}": _content(place) for place in places}
+    return of_words | _of_configs(configs, of_words)
 
 
 def differences_of(before: Mapping[str, str], reads: Callable[[], Mapping[str, str]]) -> list[str]:
@@ -46,14 +47,17 @@ def differences_of(before: Mapping[str, str], reads: Callable[[], Mapping[str, s
     """
     try:
         now = reads()
-    except (OSError, ValueError) as error:  # such as a hub that is out of reach by now
+    except Exception as error:  # of a hub that is out of reach by now, of a library that is no longer there
         return [f"what the trials read cannot be compared with what it was at their beginning: {error}"]
     changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return [f"{name} changed while trials ran: they may have read either one" for name in changed]
 
 
-def _of_hub(configs: Sequence[Any]) -> dict[str, str]:
-    """A hash by name of the rows and models that lie on the hub, whichever role they have in a trial."""
+def _of_configs(configs: Sequence[Any], of_words: Mapping[str, str]) -> dict[str, str]:
+    """A hash by name of models, and of rows of the hub, whichever role they have in a trial.
+
+    ``of_words``: the hashes of files and folders that words name. A word may look like another thing: ``model:judge``.
+    """
     # Not at the top: the words of a study that cannot be are refused without PyTorch.
     from rl_bridge.data.rows import rows_of_hub
     from rl_bridge.models.model_source import PretrainedSource
@@ -67,13 +71,14 @@ def _of_hub(configs: Sequence[Any]) -> dict[str, str]:
         rewards = [str(source) for _, source in map(named, getattr(config, "reward", ()))]
         models += [source.removeprefix("model:") for source in rewards if source.startswith("model:")]
         for name in models:
-            if f"{CONTENTS}{name}" not in hashes and not Path(name).exists():
-                hashes[f"{CONTENTS}{name}"] = of_folder(PretrainedSource(name).folder(), tell)
+            key = f"{CONTENTS}{Path(name)}" if Path(name).exists() else f"{CONTENTS}the model {name}"
+            if key not in {**of_words, **hashes}:
+                hashes[key] = of_folder(PretrainedSource(name).folder(), tell)
         for source in (config.data, config.eval_data):
-            if source is None or f"{CONTENTS}{source}" in hashes:
-                continue
-            if (rows := rows_of_hub(source)) is not None:
-                hashes[f"{CONTENTS}{source}"] = of_rows(rows)
+            key = f"{CONTENTS}the rows of {source}"
+            if source is not None and key not in hashes and (rows := rows_of_hub(source)) is not None:
+                tell(f"reading the rows of {source}: all trials are to have the same")
+                hashes[key] = of_rows(rows)
     return hashes
 
 

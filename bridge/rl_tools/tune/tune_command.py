@@ -172,7 +172,9 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         arguments.grace,
     )
     events = run_study(study, resume=arguments.resume)
-    say("\n".join([*write_report(study.folder), *differences_of(before, reads)]))
+    say("\n".join(write_report(study.folder)))
+    for difference in differences_of(before, reads):
+        say(difference)
     return 0 if _succeeded(events, arguments.confirm) else 1
 
 
