@@ -100,7 +100,8 @@ def test_parts_are_scored_alike(rollout):
         Groups.joined(parts)
     greedy = rollout.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3, temperature=0.0))
     based = [drawn(rollout, seed, greedy=greedy) for seed in (11, 12)]
-    assert Groups.joined(based).scored.greedy_rewards.shape == (4,)
+    baseline = Groups.joined(based).scored.greedy_rewards
+    assert baseline is not None and baseline.shape == (4,)
     for parts in ([based[0], drawn(rollout, 13)], [drawn(rollout, 13), based[0]]):
         with pytest.raises(ValueError, match=r"1 of the 2 joined groups have no greedy rewards.*rollout\.generate"):
             Groups.joined(parts)
