@@ -21,8 +21,9 @@ _overlong_penalty = from_jax(rl_fn.overlong_penalty)
 
 
 def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], responses: int) -> torch.Tensor:
-    """[P, R, n]: the rewards of P groups of n trajectories, group by group; NaN where a reward does not apply."""
-    flat = torch.tensor([[trajectory.rewards[name] for name in names] for trajectory in trajectories])
+    """[P, R, n] in float64: rewards of P groups of n trajectories, group by group; NaN where one does not apply."""
+    rows = [[trajectory.rewards[name] for name in names] for trajectory in trajectories]
+    flat = torch.tensor(rows, dtype=torch.float64)
     return flat.view(-1, responses, len(names)).transpose(1, 2)
 
 
@@ -183,7 +184,7 @@ def rewarded(
     matrix = reward_matrix(trajectories, names, n)
     earned = scalar.combine(matrix, rewards.weights)
     applies = ~matrix.isnan()
-    matrix, earned = matrix.masked_fill(~applies, 0.0), earned.masked_fill(~applies.any(1), 0.0)
+    matrix, earned = matrix.masked_fill(~applies, 0.0).float(), earned.masked_fill(~applies.any(1), 0.0)
     total = earned
     if overlong_buffer is not None:
         penalty = overlong(trajectories, n, max_length=max_new_tokens, buffer=overlong_buffer)

@@ -307,6 +307,9 @@ class Trajectory:
     """The environment's state that each turn began in, −1 where it names none; () where it never does."""
     messages: tuple[Message, ...] = ()
     """The conversation as text; of a prompt given as token ids, the completion alone."""
+    turn_messages: tuple[int, ...] = ()
+    """Places in ``messages`` of what the policy wrote, one a turn: an environment may speak as an assistant, too. ()
+    where nobody noted them: an assistant's messages are then the policy's."""
     tools: tuple[Any, ...] = ()
     """JSON schemas of the tools that the chat template was given."""
     spans: tuple[Span, ...] = ()
@@ -371,7 +374,8 @@ class Trajectory:
         >>> single_turn([5], [6], messages=said).last_turn
         1
         """
-        places = [place for place, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        by_role = (place for place, message in enumerate(self.messages) if message.get("role") == "assistant")
+        places = self.turn_messages or tuple(by_role)
         return places[-1] if places and self.turns else None
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +17,7 @@ from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
+from rl_bridge.loop.places import places_of
 from rl_bridge.models.pretrained import require_vocabulary
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
@@ -33,6 +34,16 @@ SCORED_BY = {
 """Inputs of an objective beyond the completions and their rewards, and what gives them."""
 CONTROLLED = ("kl", "reward_kl", "entropy")
 """Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
+
+
+class Draw(NamedTuple):
+    """One call that drew completions, as far as an update looks at it."""
+
+    seed: int
+    when: int
+    """Its place among draws and updates."""
+    weights_of: object
+    """The object whose weights drew (``Policy.weights_of``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +74,14 @@ class Groups:
     """The object whose weights drew them (``Policy.weights_of``); None if nobody gave the rollout weights."""
     scored_by: "ScoredBy | None" = field(default=None, repr=False)
     """The rewards that ``score`` was called with, and what it made of these."""
+    joined_draws: tuple[Draw, ...] = field(default=(), repr=False)
+    """The calls that drew the parts of joined groups."""
+
+    @property
+    def draws(self) -> tuple[Draw, ...]:
+        """The calls that drew these; none where weights may be older by design (``Ahead``)."""
+        own = () if self.drawn is None else (Draw(self.sampling.seed, self.drawn, self.weights_of),)
+        return self.joined_draws or own
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -184,7 +203,7 @@ class Groups:
         if chosen.shape == self.rewards.shape and chosen.dtype == torch.bool:
             chosen = chosen.cpu() if sampled.chosen is None else chosen.cpu() & sampled.chosen
             sampled, prompts = replace(sampled, chosen=chosen), chosen.any(1)
-        sampled = sampled.rows(_places_of(prompts, len(self.rewards)))
+        sampled = sampled.rows(places_of(prompts, len(self.rewards)))
         return replace(self, trajectories=sampled.trajectories, sampled=sampled)
 
     @property
@@ -224,14 +243,15 @@ class Groups:
         ]
         if strange := [way for way in alike if way != alike[0]]:
             raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
-        draws = {(part.sampling.seed, part.drawn) for part in parts if part.drawn is not None}
+        _require_scored_alike(parts)
+        draws = {(draw.seed, draw.when): draw for part in parts for draw in part.draws}
         seed, count = Counter(seed for seed, _ in draws).most_common(1)[0] if draws else (0, 0)
         if count > 1 and first.sampling.temperature:
             raise ValueError(
                 f"{count} of the joined groups have the seed {seed}, and drew by the same random numbers at each "
                 "place: give each generate of a step a seed of its own, as step + (round << 48)"
             )
-        drawn = Counter((part.drawn, t.request_id) for part in parts for t in part.trajectories if t.request_id)
+        drawn = Counter(mark for part in parts for mark in _marks(part))
         if twice := [request for (_, request), times in drawn.items() if times > 1]:
             raise ValueError(f"{len(twice)} completions stand in two of the joined groups, and would count twice")
         for part in parts:
@@ -240,7 +260,8 @@ class Groups:
         sampled = joined([part.scored for part in parts])
         sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
         exact = all(part.exact for part in parts)
-        return replace(first, trajectories=sampled.trajectories, sampled=sampled, exact=exact)
+        whole: dict[str, Any] = {"exact": exact, "joined_draws": tuple(draws.values())}
+        return replace(first, trajectories=sampled.trajectories, sampled=sampled, **whole)
 
     def metrics(self) -> dict[str, float]:
         """Means of rewards and tokens, the share that was cut at max_new_tokens, and the share that failed."""
@@ -379,29 +400,33 @@ def require_scored(objective: rl_fn.Objective, needed: Sequence[str], present: M
             raise ValueError(f"{objective.name} reads {name}, which {source} gives")
 
 
-def _places_of(prompts: Any, count: int) -> torch.Tensor:
-    """The places, of ``count`` prompts, that a mask or places in any form name."""
-    chosen = torch.as_tensor(prompts)
-    chosen = chosen[:, 0] if chosen.ndim == 2 and chosen.shape[1] == 1 else chosen  # of mask.nonzero()
-    if chosen.ndim != 1:
+def _require_scored_alike(parts: Sequence[Groups]) -> None:
+    """Refuse to join rewards that are not made alike: of other weights or options, or with a baseline in some alone.
+
+    Raises:
+        ValueError: with both.
+    """
+    ways = [
+        {"weights": by.rewards.weights, **by.options} for by in (part.scored_by for part in parts) if by is not None
+    ]
+    for way in ways:
+        if strange := [name for name, value in way.items() if value != ways[0].get(name)]:
+            before, other = ({name: values.get(name) for name in strange} for values in (ways[0], way))
+            raise ValueError(f"groups that are joined are scored alike, got {before} and {other}")
+    without = sum(part.scored.greedy_rewards is None for part in parts)
+    if 0 < without < len(parts):
         raise ValueError(
-            f"select takes one place a prompt, a mask [{count}] of prompts or one of all their completions, got the "
-            f"shape {list(chosen.shape)}"
+            f"{without} of the {len(parts)} joined groups have no greedy rewards, and the others have: give each "
+            f"{SCORED_BY['greedy_rewards']}, or none"
         )
-    if not len(chosen) and chosen.dtype != torch.bool:
-        return torch.zeros(0, dtype=torch.int64)
-    if chosen.dtype == torch.bool:
-        if len(chosen) != count:
-            raise ValueError(f"a mask has one entry for each of the {count} prompts, got {len(chosen)}")
-        return chosen.nonzero()[:, 0].cpu()
-    if chosen.is_floating_point() or chosen.is_complex():
-        raise TypeError(f"select takes places or a mask of True and False, got {chosen.dtype}")
-    places = [place + count if -count <= place < 0 else place for place in chosen.tolist()]
-    if strange := [place for place in places if not 0 <= place < count]:
-        raise ValueError(f"there is no prompt at place {strange[0]}: the places are 0 to {count - 1}")
-    if twice := [place for place, times in Counter(places).items() if times > 1]:
-        raise ValueError(f"place {twice[0]} is chosen twice: its completions would count twice in the update")
-    return torch.tensor(places, dtype=torch.int64)
+
+
+def _marks(part: Groups) -> set[tuple[int | None, tuple[int, ...]]]:
+    """Each completion as the call that drew it and its request, which begins with the call's seed."""
+    ids = [t.request_id for t in part.trajectories if t.request_id]
+    if not part.draws:
+        return {(None, request) for request in ids}
+    return {(draw.when, request) for draw in part.draws for request in ids if request[0] == draw.seed}
 
 
 def loaded_rewards(

@@ -266,26 +266,26 @@ class Policy(Scored):
 
     def _require_own_draw(self, groups: Groups, stale: bool) -> None:
         """Refuse completions of other weights than the policy had when they were drawn, and a seed that drew before."""
-        if groups.drawn is None:
-            return
-        own = [noted for noted in self._versions if noted[0] < groups.drawn]
+        draws, way_on = groups.draws, "policy.sync_weights(rollout) comes before rollout.generate"
         versions = {version for t in groups.trajectories for version in t.weights_versions if version >= 0}
-        way_on = "policy.sync_weights(rollout) comes before rollout.generate"
-        if not stale and own and versions - {own[-1][1]}:
-            raise ValueError(
-                f"these completions were drawn by weights of version {max(versions)}, when the policy had "
-                f"version {own[-1][1]}: {way_on}; for older ones on purpose, policy.update(batch, stale=True)"
-            )
-        if not stale and own and groups.weights_of is not None and groups.weights_of is not own[-1][2]:
-            raise ValueError(
-                f"these completions were drawn by the weights of another policy: {way_on}; for those of another on "
-                "purpose, policy.update(batch, stale=True)"
-            )
-        if groups.sampling.temperature and self._seeds.setdefault(groups.sampling.seed, groups.drawn) != groups.drawn:
-            raise ValueError(
-                f"completions of an earlier step were drawn by the seed {groups.sampling.seed}, too: their random "
-                "numbers are the same at each place; SamplingParams(seed=step) gives each step its own"
-            )
+        for one in draws if not stale else ():
+            own = [noted for noted in self._versions if noted[0] < one.when]
+            if own and versions - {own[-1][1]}:
+                raise ValueError(
+                    f"these completions were drawn by weights of version {max(versions)}, when the policy had "
+                    f"version {own[-1][1]}: {way_on}; for older ones on purpose, policy.update(batch, stale=True)"
+                )
+            if own and one.weights_of is not None and one.weights_of is not own[-1][2]:
+                raise ValueError(
+                    f"these completions were drawn by the weights of another policy: {way_on}; for those of another on "
+                    "purpose, policy.update(batch, stale=True)"
+                )
+        for seed, when, _ in draws if groups.sampling.temperature else ():
+            if self._seeds.setdefault(seed, when) != when:
+                raise ValueError(
+                    f"completions of an earlier step were drawn by the seed {seed}, too: their random numbers are the "
+                    "same at each place; SamplingParams(seed=step) gives each step its own"
+                )
 
     def sync_weights(self, target: Any, *, share: float = 1.0) -> None:
         """Give a ``Rollout``, a ``Reference`` or another ``Policy`` these weights, each proved by a checksum.

@@ -219,6 +219,7 @@ class Conversation:
             state_ids=tuple(-1 if state is None else state for state in self.states) if states else (),
             row=self.opening.row,
             messages=tuple(self.said),
+            turn_messages=tuple(self.drawn),
             tools=self.tools,
             spans=self.spans,
         )

@@ -1,7 +1,10 @@
 """What an objective is fed: each input is that of its definition, and of the weights before the update."""
 
 import dataclasses
+import itertools
+from collections import defaultdict
 from contextlib import ExitStack
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -11,11 +14,11 @@ import torch
 import rl_fn
 from rl_bridge import AdamW, Critic, Model, Policy, Reference, Rollout, Teacher
 from rl_bridge.algorithms.advantages import Advantages, steps_of
-from rl_bridge.algorithms.completions import Sampled, rewarded
+from rl_bridge.algorithms.completions import Sampled, reward_matrix, rewarded
 from rl_bridge.algorithms.policy_setup import PolicyConfig, ScalarOptions
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.token_batch import collate
-from rl_bridge.data.trajectory import SamplingParams, Trajectory
+from rl_bridge.data.trajectory import SamplingParams, Trajectory, single_turn
 from rl_bridge.engines import NeedParallel
 from rl_bridge.functional import from_jax, trace
 from rl_bridge.loop import values
@@ -324,3 +327,17 @@ def test_a_coefficient_changes_the_gradient_and_traces_nothing_anew(world, monke
     bonus = gradients[1] - gradients[0]
     assert bonus.norm() > 1e-5
     torch.testing.assert_close(gradients[2] - gradients[0], 2 * bonus, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.2), (0.3, 0.7), (1.0, 1.0, 1.0), (0.5, 0.3, 0.2)], ids=str)
+def test_completions_of_one_sum_earn_one_number(weights):
+    """Rewards in tenths whose weighted sums are equal numbers have no signal, whatever they are made of."""
+    by_sum = defaultdict(list)
+    for tenths in itertools.product(range(11), repeat=len(weights)):
+        parts = (Fraction(number, 10) * Fraction(str(w)) for number, w in zip(tenths, weights, strict=True))
+        by_sum[sum(parts)].append([number / 10 for number in tenths])
+    names = [str(number) for number in range(len(weights))]
+    for total, rows in by_sum.items():
+        group = [single_turn([2], [1], rewards=dict(zip(names, row, strict=True))) for row in rows]
+        earned = ScalarOptions().combine(reward_matrix(group, names, len(group)), weights)
+        assert earned.dtype == torch.float32 and set(earned.flatten().tolist()) == {float(np.float32(float(total)))}

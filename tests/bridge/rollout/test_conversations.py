@@ -249,3 +249,19 @@ def test_no_conversations():
 def test_limits_that_leave_no_turn_are_refused(changes):
     with pytest.raises(ValueError, match="max_turns and turn_tokens must be ≥ 1"):
         Limits(**{"max_turns": 1, "turn_tokens": 1, **changes})
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_the_completion_is_the_policy_s_whatever_role_the_environment_speaks_in(done):
+    """An environment that speaks as an assistant, as another player of a game does, writes no completion."""
+
+    class Speaks(Sum):
+        def step(self, messages):
+            return Step(messages=[{"role": "assistant", "content": "12+34"}], done=done, reward=1.0)
+
+    trajectories, *_ = converse(16, factory=Speaks)
+    assert {t.finish_reason for t in trajectories} >= ({"stop"} if done else {"turns"})
+    for trajectory in trajectories:
+        last = trajectory.spans[-1]
+        text = TOKENIZER.decode([token for token in last.drawn if token != EOS])
+        assert trajectory.completion == trajectory.messages[trajectory.last_turn]["content"] == text
