@@ -22,6 +22,14 @@ RequestId = tuple[int, ...]
 """Random numbers are made from it, so no two requests of a run share one."""
 
 
+TEMPERATURES = (1e-30, 1e30)
+"""The least and the largest temperature besides 0."""
+_NUMBERS: Mapping[str, type] = {
+    **dict.fromkeys(("max_new_tokens", "n", "seed", "top_k"), Integral),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), Real),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How completions are sampled.
@@ -56,16 +64,20 @@ class SamplingParams:
             TypeError: for what is no number of its kind; True and False are none.
             ValueError: for a number out of range.
         """
-        for name in ("max_new_tokens", "n", "seed", "temperature", "top_k", "top_p", "min_p"):
-            value, kind = getattr(self, name), Real if name in ("temperature", "top_p", "min_p") else Integral
+        for name, kind in _NUMBERS.items():
+            value = getattr(self, name)
             optional = name in ("top_k", "top_p", "min_p")
             if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
                 expected = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
                 raise TypeError(f"{name} must be {expected}, got {value!r}")
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be ≥ 0, got {self.temperature}")
+        least, most = TEMPERATURES
+        if self.temperature and not least <= self.temperature <= most:
+            raise ValueError(
+                f"temperature must be 0, for the most likely tokens, or from {least:g} to {most:g}, over which float32 "
+                f"holds any logits, got {self.temperature}"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be ≥ 1, got {self.top_k}")
         for name in ("top_p", "min_p"):
@@ -76,6 +88,9 @@ class SamplingParams:
             raise TypeError(f"stop must be a sequence of texts, got {self.stop!r}")
         if not all(self.stop) or any("\N{REPLACEMENT CHARACTER}" in text for text in self.stop):
             raise ValueError(f"a stop text has characters, and no U+FFFD among them, got {self.stop!r}")
+        for name, kind in _NUMBERS.items():
+            if (value := getattr(self, name)) is not None:  # a number of NumPy is none to libraries in C
+                object.__setattr__(self, name, float(value) if kind is Real else int(value))
 
     def greedily(self) -> "SamplingParams":
         """The same with the most likely tokens.

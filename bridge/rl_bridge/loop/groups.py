@@ -199,6 +199,7 @@ class Groups:
             ValueError: the groups have not been scored; or places that are none, or that come twice.
             TypeError: neither places nor a mask.
         """
+        prompts = list(range(len(self.rewards)))[prompts] if isinstance(prompts, slice) else prompts
         sampled, chosen = self.scored, torch.as_tensor(prompts)
         if chosen.shape == self.rewards.shape and chosen.dtype == torch.bool:
             chosen = chosen.cpu() if sampled.chosen is None else chosen.cpu() & sampled.chosen

@@ -287,8 +287,12 @@ class Asked:
         lists: dict[str, list[Any]] = {}
         for name, column in columns.items():
             try:
-                if isinstance(column, Set):
-                    raise TypeError("without an order")
+                if isinstance(column, Set | bytes | bytearray):
+                    raise TypeError("without an order, or text")
+                if str(name) in lists:
+                    raise RewardError(
+                        f"{self.on_all(trajectories)} returned two rewards named {str(name)!r}, one as {short(name)}"
+                    )
                 lists[str(name)] = list(column)
             except TypeError:
                 raise RewardError(
@@ -313,6 +317,8 @@ class Asked:
             end = with_completion(trajectory)
             raise RewardError(f"{self.on(trajectory)} returned {{}}, expected a number a name{end}")
         if isinstance(value, Mapping):
+            if len(set(map(str, value))) < len(value):
+                raise RewardError(f"{self.on(trajectory)} returned {short(value)}, with two rewards of one name")
             return {str(name): self._number(one, trajectory) for name, one in value.items()}
         return {self.name: self._number(value, trajectory)}
 

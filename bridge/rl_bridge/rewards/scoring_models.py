@@ -124,7 +124,7 @@ class Judge:
         if not path.is_file():
             raise FileNotFoundError(f"no such judge file: {path}")
         try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
+            values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except ValueError as error:
             raise ValueError(f"{path} is not TOML: {error}") from error
         fields = dataclasses.fields(cls)

@@ -103,7 +103,7 @@ def read_run_files(files: Sequence[Path]) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for file in files:
         try:
-            content = tomllib.loads(file.read_text("utf-8"))
+            content = tomllib.loads(file.read_text("utf-8-sig"))
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from error
         except ValueError as error:  # of the syntax or of the encoding

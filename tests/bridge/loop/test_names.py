@@ -106,6 +106,8 @@ def test_a_mask_selects_what_its_places_select(form, chosen):
     scored = groups.score(lambda completion, row: float(completion))
     selected = scored.select(PLACES[form](torch.tensor(chosen)))
     assert selected.rewards.tolist() == [[6.0 + g, 7.0 + g] for g in range(3) if chosen[g]]
+    part = slice(None, chosen[0] + 1)
+    assert scored.select(part).rewards.tolist() == scored.rewards[part].tolist()
     assert [t.completion for t in selected.trajectories] == [
         str(n) for g in range(3) if chosen[g] for n in (6 + g, 7 + g)
     ]

@@ -270,6 +270,9 @@ def test_what_is_no_number_is_refused(value):
         ({1.0, 2.0}, "returned {1.0, 2.0}, expected a list of 2 numbers"),
         (frozenset({1.0, 2.0}), "returned frozenset({1.0, 2.0}), expected a list of 2 numbers"),
         ({"a": {1.0, 2.0}}, "returned {1.0, 2.0}, expected a list of 2 numbers"),
+        (b"ab", "returned b'ab', expected a list of 2 numbers"),
+        ({"a": bytearray(b"ab")}, "returned bytearray(b'ab'), expected a list of 2 numbers"),
+        ({1: [1.0, 1.0], "1": [2.0, 2.0]}, "returned two rewards named '1'"),
         (None, "returned None, expected a list of 2 numbers, one a trajectory"),
         ({"a": [1.0], "b": [1.0, 2.0]}, "returned 1 numbers for 2 trajectories as 'a'"),
         ([1.0, None], "on problems.jsonl, row 2 returned None, expected a finite number; completion 'b'"),
@@ -279,6 +282,12 @@ def test_what_is_no_number_is_refused(value):
 def test_what_a_batch_may_not_return(result, message):
     with pytest.raises(RewardError, match=re.escape(message)):
         values(load(lambda trajectories: result), "a", "b")
+
+
+def test_two_rewards_of_one_name_are_refused():
+    """The last one was taken without a word."""
+    with pytest.raises(RewardError, match=r"returned .*, with two rewards of one name"):
+        values(load(lambda completion, row: {"1": 1.0, 1: 2.0}), "a")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -115,13 +115,17 @@ def test_neighbouring_calls_share_no_seed():
     [
         ({"max_new_tokens": 0}, "max_new_tokens and n must be ≥ 1, got 0 and 1"),
         ({"n": 0}, "max_new_tokens and n must be ≥ 1, got 4 and 0"),
-        ({"temperature": -0.1}, r"temperature must be ≥ 0, got -0\.1"),
+        ({"temperature": -0.1}, r"temperature must be 0, .* or from 1e-30 to 1e\+30, .*, got -0\.1"),
         ({"top_k": 0}, "top_k must be ≥ 1, got 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0\.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1\.5"),
         ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0\.0"),
-        ({"temperature": float("nan")}, "temperature must be ≥ 0, got nan"),
-        ({"temperature": float("inf")}, "temperature must be ≥ 0, got inf"),
+        ({"temperature": float("nan")}, "temperature must be 0, .*, got nan"),
+        ({"temperature": float("inf")}, "temperature must be 0, .*, got inf"),
+        ({"temperature": 1e39}, r"temperature must be 0, .*, got 1e\+39"),
+        ({"temperature": 10**400}, "temperature must be 0, .*, got 1000"),
+        ({"temperature": 1e-40}, "temperature must be 0, .*, got 1e-40"),
+        ({"temperature": 1e-50}, "temperature must be 0, .*, got 1e-50"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
         ({"temperature": True}, "temperature must be a number, got True"),
         ({"temperature": None}, "temperature must be a number, got None"),
@@ -135,3 +139,14 @@ def test_neighbouring_calls_share_no_seed():
 def test_parameters_that_cannot_be_sampled_with(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         SamplingParams(**{"max_new_tokens": 4} | options)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int8, np.uint32], ids=lambda kind: kind.__name__)
+def test_numbers_of_numpy_are_python_s(kind):
+    """A top_k of NumPy was refused as smaller than 1 by the sampler, and a seed overflowed in it."""
+    fields = {name: kind(5) for name in ("max_new_tokens", "n", "seed", "top_k")}
+    fields |= {name: np.float32(0.5) for name in ("temperature", "top_p", "min_p")}
+    sampling = SamplingParams(**fields)
+    assert sampling == SamplingParams(**{name: value.item() for name, value in fields.items()})
+    assert {type(getattr(sampling, name)) for name in fields} == {int, float}
+    assert request_seeds([(sampling.seed, 0)], sampling.n).tolist() == request_seeds([(5, 0)], 5).tolist()

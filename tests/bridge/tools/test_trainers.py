@@ -158,6 +158,8 @@ def test_without_a_trainer_or_with_two_the_choice_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no key 'trainer': give it, one of sft"):
         expanded([str(file)])
     assert expanded(["sft", str(file)]) == ("sft", ["--seed=1"])
+    file.write_text("seed = 1\n", "utf-8-sig")  # as editors of Windows write it
+    assert expanded(["sft", str(file)]) == ("sft", ["--seed=1"])
     file.write_text('trainer = "policy"\n')
     with pytest.raises(ValueError, match="is of the trainer policy, not of sft"):
         expanded(["sft", str(file)])
