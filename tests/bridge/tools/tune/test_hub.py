@@ -82,6 +82,7 @@ def study(*words):
     return ["policy", "--space.policy.steps", "1..3", *words]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("read", READ)
 def test_a_study_goes_on_with_what_the_hub_had_when_it_began(read, hub):
     """It went on with other rows and other weights, and compared their trials with the earlier ones."""
