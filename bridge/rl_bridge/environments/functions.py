@@ -242,11 +242,13 @@ def _shown(result: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row.
+    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row; sets, in one order.
 
     Raises:
         TypeError: of anything else, as a table, whose labels would be lost.
     """
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # Python's order of texts is another in each process
     if isinstance(value, torch.Tensor):
         value = (value.detach().float() if value.is_floating_point() else value.detach()).cpu().numpy()
     if not isinstance(value, np.ndarray | np.generic):
