@@ -19,7 +19,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Of files that a model and its tokenizer are read from. The hub's cache has more, which other programs read."""
+"""Ends of the names of files that a model and its tokenizer are read from. The hub's cache has more files."""
 
 
 @contextmanager
