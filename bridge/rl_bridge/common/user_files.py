@@ -35,7 +35,7 @@ class _OfText(importlib.machinery.SourceFileLoader):
 def load_file(path: Path, kind: str) -> ModuleType:
     """The file as a module. The file can import the modules that lie beside it. ``kind`` is what it holds: "reward".
 
-    Each call runs the file: what the module has may be of an event loop that ends with those who loaded it.
+    Each call runs the file anew: tasks and clients of a module may belong to an event loop that ends with the caller.
 
     A reward's or an environment's module has the file's name, where that name finds the file: a process that its
     functions begin (``multiprocessing``, by spawn) imports the module by that name.

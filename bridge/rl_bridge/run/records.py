@@ -25,7 +25,7 @@ STEP: dict[str, Kind] = {
 """The entries of a step's record. Metrics may be NaN."""
 
 ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step"}
-"""The entries of a step's record that are no metrics: whose it is, and clocks."""
+"""The entries of a step's record that are no metrics: the stage, the run and its attempt, and clocks."""
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
