@@ -46,6 +46,7 @@ class Call:
         self._waiting = set(self._order)
         self._results: dict[int, Any] = {}
         self._errors: dict[int, BaseException] = {}
+        self._lost: set[int] = set()
         self._abandoned: BaseException | None = None
         self._answered = threading.Event()
         self.over, self._over_at = False, 0.0
@@ -70,6 +71,11 @@ class Call:
             self._answered.set()
             self._finish()
 
+    def lose(self, slot: int) -> None:
+        """A slot's process is gone: ``fail`` says why in a moment, and errors of other slots follow from that."""
+        with self._lock:
+            self._lost.add(slot)
+
     def fail(self, slot: int, error: BaseException) -> None:
         """A slot's error. One that has no cause of its own waits a moment for the cause."""
         with self._lock:
@@ -79,9 +85,15 @@ class Call:
         if not waiting:
             self._answered.set()
         if not waiting or not is_consequence(error):
-            self._finish()
+            self._fail()
         else:
-            self._clock.at(time.monotonic() + _GRACE, self._finish)
+            self._clock.at(time.monotonic() + _GRACE, self._fail)
+
+    def _fail(self) -> None:
+        with self._lock:
+            awaits_a_death = bool(self._lost & self._waiting)
+        if not awaits_a_death:
+            self._finish()
 
     def abandon(self, error: BaseException) -> None:
         """End the call with an error, whoever may still answer."""

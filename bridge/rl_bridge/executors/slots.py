@@ -236,7 +236,7 @@ class Remote:
         self._places: dict[int, queue.SimpleQueue[str]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._stopping, self._ended = False, threading.Event()
+        self._stopping, self._gone, self._ended = False, False, threading.Event()
         self.death: WorkerDied | None = None
         self._thread = threading.Thread(target=self._receive, daemon=True, name=f"rl_bridge slot {slot}")
         self._thread.start()
@@ -252,6 +252,8 @@ class Remote:
             death, number = self.death, next(self._numbers)
             if death is None:
                 self._pending[number] = call
+                if self._gone:
+                    call.lose(self.slot)
         if death is not None:
             call.fail(self.slot, _again(death))
             return None
@@ -290,6 +292,10 @@ class Remote:
             call.fail(self.slot, worker_error(self.slot, call.what, unread, traceback.format_exc()))
 
     def _lost(self, how: str) -> None:
+        with self._lock:
+            self._gone = True
+            for call in self._pending.values():
+                call.lose(self.slot)
         if self._ended.is_set():
             how = "it was stopped"
         elif self._stopping:

@@ -26,6 +26,9 @@ from rl_bridge.weights.manifest import (
 from rl_bridge.weights.receiver import Arrival, ModuleReceiver, WeightReceiver
 from rl_bridge.weights.source import Through, WeightSource, needs_whole_tensors
 
+# A collective counts its limit in whole milliseconds, and gives up that much before the deadline.
+_ROUNDING = 0.01
+
 
 class WeightSyncError(RuntimeError):
     """A sync failed: the message says in which slots and why. The target refuses to be used until a sync succeeds."""
@@ -75,12 +78,13 @@ class Peers:
         for i, call in calls.items():
             try:
                 self.wait(call, f"slot {self.slots[i]}")
-            except WeightSyncError:
-                missing.append(self.slots[i])
+            except WeightSyncError as error:
+                # The driver tells by the words of a collective's error that a death may be behind it.
+                late = time.monotonic() >= self._deadline - _ROUNDING
+                why = f"did not come within {self._timeout:g} s" if late else f"is lost: {error.__cause__}"
+                missing.append(f"slot {self.slots[i]} {why}")
         if missing:
-            raise WeightSyncError(
-                f"{self.title}: slots {missing} did not come within {self._timeout:g} s; nothing was overwritten"
-            )
+            raise WeightSyncError(f"{self.title}: nothing was overwritten; {'; '.join(missing)}")
         for i in others:
             self.wait(dist.isend(here, group=self._group, group_dst=i), f"slot {self.slots[i]} to hear the roll call")
 

@@ -58,6 +58,23 @@ def test_a_consequence_without_a_cause_is_raised_after_a_moment(clock, monkeypat
         call.future.result(5)
 
 
+@pytest.mark.parametrize("lost_first", [True, False])
+@pytest.mark.parametrize("cause", [GLOO, ValueError("slot 1 did not answer")])
+def test_an_error_waits_for_the_news_of_a_death(clock, monkeypatch, cause, lost_first):
+    """Ray may take longer to say why a process is gone than its peers take to miss the process."""
+    monkeypatch.setattr("rl_bridge.executors.calls._GRACE", 0.05)
+    call = Call("step", [0, 1, 2], clock)
+    if lost_first:
+        call.lose(1)
+    call.fail(0, failed(0, cause))
+    if cause is GLOO:
+        call.lose(1)
+        time.sleep(0.2)
+    assert call.over == (cause is not GLOO and not lost_first)
+    call.fail(1, WorkerDied("slot 1 ended"))
+    assert isinstance(call.future.exception(0), WorkerDied if cause is GLOO or lost_first else ValueError)
+
+
 def test_an_error_does_not_wait_for_the_other_slots(clock):
     call = Call("step", [0, 1], clock)
     call.fail(1, failed(1, ValueError("nan")))

@@ -6,8 +6,10 @@ import weakref
 
 import pytest
 
+from rl_bridge.executors import WorkerDied
 from rl_bridge.executors.calls import Call, Clock
 from rl_bridge.executors.channel import Listener, connect, dumps
+from rl_bridge.executors.executor import worker_error
 from rl_bridge.executors.serving import RESULT, STOP
 from rl_bridge.executors.slots import Remote
 
@@ -69,6 +71,25 @@ def test_the_thread_that_closes_its_own_slot_does_not_wait_for_itself(remote):
     found.send(call, dumps("function and arguments"))
     worker.close()
     assert within(60, lambda: closed == [None])
+
+
+def test_a_death_goes_before_the_errors_that_follow_from_it(remote, monkeypatch):
+    """Also of a call that is sent while the reason of the death is looked for."""
+    found, worker = remote
+    looking, may = threading.Event(), threading.Event()
+    monkeypatch.setattr(found, "_explain", lambda: looking.set() or (may.wait(60) and "killed"))
+    calls = [Call(f"step {i}", [0, 1], Clock()) for i in range(2)]
+    found.send(calls[0], dumps("function and arguments"))
+    worker.close()
+    assert looking.wait(60)
+    found.send(calls[1], dumps("function and arguments"))
+    for call in calls:
+        call.fail(0, worker_error(0, call.what, RuntimeError("slot 1 did not answer"), "traceback"))
+        assert not call.over
+    may.set()
+    for call in calls:
+        with pytest.raises(WorkerDied, match=r"worker of slot 1 \(test\) ended during step 0: killed"):
+            call.future.result(60)
 
 
 def test_a_slot_that_stops_is_told_from_one_that_dies(remote):

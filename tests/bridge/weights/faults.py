@@ -215,7 +215,7 @@ def a_peer_that_does_not_come(world):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rl_bridge.weights.sync.transfer", transfer)
-        message = r"weights of policy copies → rollout copies, version 1: slots \[1\] did not come within 1 s"
+        message = "policy copies → rollout copies, version 1: nothing was overwritten; slot 1 did not come within 1 s"
         with pytest.raises(RuntimeError, match=message):
             world.sync(("copies", (0,)), COPIES, "broadcast", timeout=1)
     assert world.version(BOTH) == 0

@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rl_bridge.weights import (
-    WeightSyncError,
-    replace_parameters,
-)
+from rl_bridge.executors.calls import is_consequence
+from rl_bridge.executors.executor import worker_error
+from rl_bridge.weights import WeightSyncError, replace_parameters
+from rl_bridge.weights.ends import Peers
 from tests.support.one_process import NAME, put, same, sync, version
 from tests.support.weight_engines import model
 
@@ -121,3 +122,24 @@ def test_what_has_no_weights(executor, tmp_path):
     put(executor, "rollout", object())
     with pytest.raises(TypeError, match="object takes no weights"):
         sync(executor, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("said", "timeout", "told"),
+    [
+        ("gloo/transport/tcp/pair.cc: Connection closed by peer", 600, "slot 7 is lost: .*Connection closed by peer"),
+        ("gloo/transport/tcp/unbound_buffer.cc: Timed out", 0, "slot 7 did not come within 0 s$"),
+    ],
+)
+def test_the_roll_call_says_what_ended_the_wait(monkeypatch, said, timeout, told):
+    """A slot that is gone is not said to be late: its death is the cause, and the driver waits for the news."""
+
+    class Work:
+        def wait(self, limit):
+            raise RuntimeError(said)
+
+    monkeypatch.setattr(dist, "irecv", lambda *given, **options: Work())
+    peers = Peers(dist.ProcessGroup, [3, 7], 3, "weights of policy", timeout)
+    with pytest.raises(WeightSyncError, match=f"^weights of policy: nothing was overwritten; {told}") as raised:
+        peers.roll_call()
+    assert is_consequence(worker_error(3, "sync", raised.value, "")) == (timeout > 0)
