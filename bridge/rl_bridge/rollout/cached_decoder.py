@@ -83,6 +83,7 @@ class CachedDecoder(Decoder):
         self._texts = texts or None
         self._max_rows, self._read_tokens = max_rows, read_tokens
         self._bound, self._positions, self._name = rotary_bound(model), positions_of(model), type(model).__name__
+        self._vocabulary = model.config.get_text_config(decoder=True).vocab_size
         self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
         # Of each running row: seed, number of its next draw, tokens in the cache, last token.
@@ -118,10 +119,11 @@ class CachedDecoder(Decoder):
         """Put a sequence in, as ``Decoder.add`` does. Equal sequences that are read in one step are computed once.
 
         Raises:
-            ValueError: for no tokens, a limit below 1, as many tokens as the model has positions, or a row that could
-                become longer than the model's rotary frequencies hold for (``rl_bridge.models.row_checks``).
+            ValueError: for no tokens, one that the model does not know, a limit below 1, as many tokens as the model
+                has positions, or a row that could become longer than the model's rotary frequencies hold for
+                (``rl_bridge.models.row_checks``).
         """
-        check_row(tokens, limit=limit, drawn=drawn, longest=self._positions)
+        check_row(tokens, limit=limit, drawn=drawn, longest=self._positions, vocabulary=self._vocabulary)
         if self._bound is not None and len(tokens) + limit > self._bound:
             raise ValueError(
                 f"a row of {len(tokens)} tokens that may draw {limit} more can be longer than {self._bound} tokens, "

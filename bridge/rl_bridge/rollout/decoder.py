@@ -106,10 +106,12 @@ class Decoder(Protocol):
         ...
 
 
-def check_row(tokens: Sequence[int], *, limit: int, drawn: int, longest: int | None = None) -> None:
+def check_row(
+    tokens: Sequence[int], *, limit: int, drawn: int, longest: int | None = None, vocabulary: int | None = None
+) -> None:
     """Refuse a row that no decoder can draw.
 
-    ``longest``: tokens of a sequence that the engine holds.
+    ``longest``: tokens of a sequence that the engine holds. ``vocabulary``: so many tokens the model knows.
 
     Raises:
         ValueError: with the numbers.
@@ -123,3 +125,6 @@ def check_row(tokens: Sequence[int], *, limit: int, drawn: int, longest: int | N
             f"a sequence of {len(tokens)} tokens leaves no room for one more: the engine holds {longest} "
             "(max_model_len, or the model's positions)"
         )
+    if vocabulary is not None and (min(tokens) < 0 or max(tokens) >= vocabulary):
+        strange = next(token for token in tokens if not 0 <= token < vocabulary)
+        raise ValueError(f"{strange} is no token of the model, which knows those from 0 to {vocabulary - 1}")

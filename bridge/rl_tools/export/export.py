@@ -53,7 +53,7 @@ def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
     """The model of the run in ``folder``, with checksums and version; None before the run's end or without a model.
 
     Raises:
-        ValueError: a file of weights is cut off, or one that an index names is missing.
+        ValueError: a file of weights is cut off or missing.
     """
     model = folder / MODEL
     if not model.is_dir() or not ended(folder):
@@ -68,10 +68,22 @@ def artifact_of(folder: Path, *, copied: bool) -> Artifact | None:
     return Artifact(model, _version(folder / METRICS), digest, files, copied)
 
 
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".npz", ".h5", ".onnx"}
+"""Ends of the names of files that hold weights."""
+
+
 def require_whole_weights(model: Path) -> None:
-    """Raise ValueError where a file of weights is cut off, or where an index names one that is not there."""
+    """Raise ValueError where a file of weights is cut off, or one is not there that an index or its shards name."""
     weights = sorted(model.glob("*.safetensors"))
-    for index in sorted(model.glob("*.safetensors.index.json")):
+    indices = sorted(model.glob("*.safetensors.index.json"))
+    if (model / "config.json").exists() and not any(file.suffix in WEIGHTS for file in model.iterdir()):
+        raise ValueError(f"{model} has a config.json and no weights: it is not whole")
+    for file in weights:
+        if not indices and (shard := re.fullmatch(r".*-\d{5}-of-\d{5}\.safetensors", file.name)):
+            raise ValueError(
+                f"{model} has a part of the weights, {shard[0]}, and no index of the parts: it is not whole"
+            )
+    for index in indices:
         places = parsed(index.read_bytes(), str(index))
         require_kind(places, {"weight_map": {"*": "text"}}, str(index))
         for name in sorted(set(places["weight_map"].values()) - {file.name for file in weights}):

@@ -122,13 +122,13 @@ class Exporters(Observer):
         with process.stdout as lines:
             for line in lines:
                 self._told.add(options.to)
-                tell(f"{options.to} gets no metrics: {line.decode().strip()}; to catch up: {self._again(options)}")
+                tell(f"{options.to} is behind this run: {line.decode().strip()}; to catch up: {self._again(options)}")
                 heard = True
         process.dead.wait()
         status = process.status
         if status and not heard:
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            tell(f"{options.to} gets no metrics: its exporter ended with {how}; to catch up: {self._again(options)}")
+            tell(f"{options.to} is behind this run: its exporter ended with {how}; to catch up: {self._again(options)}")
 
     def _again(self, options: ExportOptions) -> str:
         default = ExportOptions(to=options.to)

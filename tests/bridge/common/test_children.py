@@ -30,7 +30,7 @@ ENDS = {
     "server": r"server \(process \d+\) ended with exit status 7; the end of .*log:\nthe last line",
     "trial": r"code=7, .*'the last line'",
     "sampler": r"with exit status 1; the end of .*system.log:\n(.|\n)*IsADirectoryError",
-    "live_export": r"tensorboard.log:\n(.|\n)*the last line(.|\n)*tensorboard gets no metrics: .* with status 7; to",
+    "live_export": r"tensorboard.log:\n(.|\n)*the last line(.|\n)*tensorboard is behind this run: .* with status 7; to",
 }
 
 

@@ -156,6 +156,14 @@ def test_a_row_has_tokens_and_room_for_one_more(tokens, options, fits):
             check_row([5] * tokens, **options)
 
 
+@pytest.mark.parametrize("strange", [-1, 16, 99999])
+def test_a_token_that_the_model_does_not_know_is_named(strange):
+    """On a GPU the look-up of one would end the process."""
+    check_row([0, 15], limit=1, drawn=0, vocabulary=16)
+    with pytest.raises(ValueError, match=f"^{strange} is no token of the model, which knows those from 0 to 15$"):
+        check_row([3, strange, 4], limit=1, drawn=0, vocabulary=16)
+
+
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=5))
 def test_what_a_cache_holds_stays_as_it_grows_and_what_nobody_wrote_is_zero(steps):

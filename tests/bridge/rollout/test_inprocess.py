@@ -201,6 +201,11 @@ def test_an_empty_prompt_is_refused(rollout):
         generate(rollout, ["1+1=", ""], SAMPLING)
 
 
+def test_a_prompt_of_tokens_that_are_none_is_refused(rollout, tokenizer):
+    with pytest.raises(ValueError, match=f"^{len(tokenizer)} is no token of the model"):
+        generate(rollout, ["1+1=", [3, len(tokenizer)]], SAMPLING)
+
+
 def test_the_global_generators_are_left_alone(rollout):
     state = torch.get_rng_state()
     generate(rollout, PROMPTS, SAMPLING)

@@ -80,7 +80,7 @@ def test_an_exporter_that_is_killed_ends_no_run(training, tmp_path, capsys, monk
     monkeypatch.setattr(Recorder, "write", killing)
     folder = training()
     assert (folder / "summary.json").is_file()
-    assert "tensorboard gets no metrics: its exporter ended with signal 9" in capsys.readouterr().out
+    assert "tensorboard is behind this run: its exporter ended with signal 9" in capsys.readouterr().out
     words = ["--to", "tensorboard", "--output", str(tmp_path / "store"), "--project", "tests"]
     assert main(["export", str(folder), *words]) == 0
     check(folder)

@@ -111,7 +111,7 @@ def test_a_silent_server_is_told_once_and_caught_up(trainer, output, silent_serv
             said = hear(capsys, "no answer for 1 s")
             trainer.step(2)
         said += capsys.readouterr().out
-    assert said.count(f"{name} gets no metrics: no answer for 1 s; to catch up: `rl-fn export {trainer.folder}") == 1
+    assert said.count(f"{name} is behind this run: no answer for 1 s; to catch up: `rl-fn export {trainer.folder}") == 1
     export(trainer.folder, ExportOptions(to=name, output=output, project="tests"))
     check(name, output, trainer.folder)
 
@@ -123,10 +123,10 @@ def test_a_server_that_is_not_there_is_told_once(trainer, output, monkeypatch, c
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with exporting(trainer.folder, output, "mlflow", retry=0.2):
-        said = hear(capsys, "gets no metrics")
+        said = hear(capsys, "is behind this run")
         time.sleep(1.0)
     said += capsys.readouterr().out
-    assert said.count("mlflow gets no metrics: MlflowException: ") == 1 and "planted-password" not in said
+    assert said.count("mlflow is behind this run: MlflowException: ") == 1 and "planted-password" not in said
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "wandb"])
@@ -136,9 +136,9 @@ def test_a_store_that_cannot_grow_is_told_once_and_caught_up(trainer, output, na
     with exporting(trainer.folder, output, name, hang=8.0) as exporters:
         [(_, process, _)] = exporters._processes
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (FULL, FULL))
-        said = hear(capsys, "gets no metrics")
+        said = hear(capsys, "is behind this run")
     said += capsys.readouterr().out
-    assert said.count(f"{name} gets no metrics") == 1
+    assert said.count(f"{name} is behind this run") == 1
     export(trainer.folder, ExportOptions(to=name, output=output, project="tests"))
     check(name, output, trainer.folder)
 
@@ -154,7 +154,7 @@ def test_a_full_disk_under_wandb_is_told_once_while_the_run_goes_on_and_caught_u
         def told() -> bool:
             trainer.step()
             said.append(capsys.readouterr().out)
-            return "gets no metrics" in "".join(said)
+            return "is behind this run" in "".join(said)
 
         wait_for("a word of the full disk", told)
         assert not process.dead.is_set()
@@ -162,7 +162,7 @@ def test_a_full_disk_under_wandb_is_told_once_while_the_run_goes_on_and_caught_u
         assert file.stat().st_size == FULL
         trainer.step(3)
     heard = "".join([*said, capsys.readouterr().out])
-    assert f"wandb gets no metrics: OSError: W&B's file in {output} stays at {FULL} bytes" in heard
+    assert f"wandb is behind this run: OSError: W&B's file in {output} stays at {FULL} bytes" in heard
     assert heard.count("\n") == 1
     export(trainer.folder, ExportOptions(to="wandb", output=output, project="tests"))
     check("wandb", output, trainer.folder)
@@ -176,6 +176,6 @@ def test_an_exporter_that_is_killed_is_told_once_and_caught_up(trainer, output, 
             process.kill()
         trainer.step(3)
         said = hear(capsys, "signal 9")
-    assert "trackio gets no metrics: its exporter ended with signal 9; to catch up: `rl-fn export" in said
+    assert "trackio is behind this run: its exporter ended with signal 9; to catch up: `rl-fn export" in said
     assert export(trainer.folder, ExportOptions(to="trackio", output=output, project="tests")) == (6, 3)
     check("trackio", output, trainer.folder)
