@@ -18,6 +18,7 @@ import pytest
 from rl_bridge.common.files import RunLock
 from rl_tools.tune.goals import parse_goal
 from rl_tools.tune.journal import Key, read_journal
+from rl_tools.tune.scheduler import Scheduler
 from rl_tools.tune.study import last_lines, places, run_study, training_command
 from rl_tools.tune.study_report import read_study, summary_of
 from tests.bridge.tools.tune.tuner import study_of
@@ -107,18 +108,23 @@ def test_sigkill_of_the_tuner_and_of_workers_loses_nothing_and_repeats_nothing(t
 
 
 @pytest.mark.timeout(120)
-def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path):
-    folder = tmp_path / "study"
-    study = study_of(
-        folder, fails=("no", "crash", "hang", "kill"), trials=9, slots=4, time_limit=10.0, grace=0.2, devices=("5", "7")
-    )
-    run_study(study)
+def test_crash_hang_kill_and_a_good_end_in_one_study(tmp_path, monkeypatch):
+    """An hour is over as soon as nothing runs but what hangs, however long the others take."""
+    folder, limit = tmp_path / "study", Scheduler._limit
+
+    def an_hour_later(self, now):
+        left = [self.state.trials[key.trial].assignment["fail"] for key, _ in self.state.with_status("running")]
+        limit(self, now + 3600 * (set(left) == {"hang"}))
+
+    monkeypatch.setattr(Scheduler, "_limit", an_hour_later)
+    fails = ("no", "crash", "hang", "kill")
+    run_study(study_of(folder, fails=fails, trials=9, slots=4, time_limit=3600.0, grace=0.2, devices=("5", "7")))
     found = summary_of(read_study(folder))
     kinds = {trial["assignment"]["fail"]: trial for trial in found["trials"]}
     assert set(kinds) == {"no", "crash", "hang", "kill"}
     assert kinds["no"]["status"] == kinds["kill"]["status"] == "complete"
     assert "ValueError: x = " in kinds["crash"]["reason"] and kinds["crash"]["reason"].startswith("exit status 1")
-    assert kinds["hang"]["reason"] == "had not ended after 10 s"
+    assert kinds["hang"]["reason"] == "had not ended after 3600 s"
     again = [e for e in events(folder, "ended") if e["status"] == "interrupted"]
     assert again and {e["reason"] for e in again} == {"killed by signal 9"}
     assert all(gone(process) for process, _ in starts(folder))
