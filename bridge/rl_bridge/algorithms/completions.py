@@ -28,12 +28,14 @@ def reward_matrix(trajectories: Sequence[Trajectory], names: Sequence[str], resp
 
 
 def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: int, buffer: int) -> torch.Tensor:
-    """[P, n] in [−1, 0]: DAPO's penalty of completions longer than ``max_length − buffer`` tokens.
+    """[P, n] in [−1, 0], in float64: DAPO's penalty of completions longer than ``max_length − buffer`` tokens.
 
-    ``max_length`` is of one turn: of a conversation its longest turn counts, and no text between turns.
+    ``max_length`` is of one turn: of a conversation its longest turn counts, and no text between turns. The penalty is
+    a number of ``buffer``-ths, which float32 would round.
     """
     lengths = torch.tensor([longest_turn(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
-    return _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)
+    penalty = _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)
+    return (penalty.double() * buffer).round() / buffer
 
 
 def longest_turn(loss_mask: Sequence[bool]) -> int:
@@ -182,17 +184,18 @@ def rewarded(
     """
     names, scalar = rewards.names, ScalarOptions() if scalar is None else scalar
     matrix = reward_matrix(trajectories, names, n)
-    earned = scalar.combine(matrix, rewards.weights)
-    applies = ~matrix.isnan()
-    matrix, earned = matrix.masked_fill(~applies, 0.0).float(), earned.masked_fill(~applies.any(1), 0.0)
-    total = earned
+    earned, applies = scalar.combine(matrix, rewards.weights), ~matrix.isnan()
+    total = earned = earned.masked_fill(~applies.any(1), 0.0)
+    rounded = matrix.masked_fill(~applies, 0.0).float()
     if overlong_buffer is not None:
         penalty = overlong(trajectories, n, max_length=max_new_tokens, buffer=overlong_buffer)
-        names, matrix, total = (*names, "overlong"), torch.cat([matrix, penalty[:, None]], 1), earned + penalty
+        total = scalar.combine(matrix, rewards.weights, penalty)
+        total = torch.where(applies.any(1), total, penalty.float())
+        names, rounded = (*names, "overlong"), torch.cat([rounded, penalty.float()[:, None]], 1)
     return Sampled(
         trajectories=trajectories,
         names=names,
-        matrix=matrix,
+        matrix=rounded,
         earned=earned,
         rewards=total,
         applies=applies,
@@ -223,9 +226,10 @@ def baseline_of(
     Raises:
         RewardError: no reward applies to one of these.
     """
-    earned = scalar.combine(reward_matrix(trajectories, rewards.names, 1), rewards.weights)
+    penalty = None
     if overlong_buffer is not None:
-        earned = earned + overlong(trajectories, 1, max_length=max_new_tokens, buffer=overlong_buffer)
+        penalty = overlong(trajectories, 1, max_length=max_new_tokens, buffer=overlong_buffer)
+    earned = scalar.combine(reward_matrix(trajectories, rewards.names, 1), rewards.weights, penalty)
     if bool(earned.isnan().any()):
         where = trajectories[int(earned[:, 0].isnan().nonzero()[0, 0])].row.get("_where", "a row")
         raise RewardError(f"no reward applies to the greedy completion of {where}, which is the group's baseline")

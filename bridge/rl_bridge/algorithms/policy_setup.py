@@ -156,11 +156,14 @@ class ScalarOptions:
         if self.method != "tchebycheff":
             require_used(self, ("rho",), "without --policy.scalar.method tchebycheff", part="policy.scalar")
 
-    def combine(self, rewards: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    def combine(
+        self, rewards: torch.Tensor, weights: Sequence[float], penalty: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[P, R, n] → [P, n] in float32, larger is better. ``weights`` are those that the rewards come with.
 
-        NaN is no reward: the others make the number, which is NaN without any. A sum is taken in float64 and rounded
-        once: in float32 0.1 + 0.6 is more than 0.7 + 0, and a group that earned 0.7 throughout would have a signal.
+        NaN is no reward: the others make the number, which is NaN without any. ``penalty`` [P, n] is added. A sum is
+        taken in float64 and rounded once: in float32 0.1 + 0.6 is more than 0.7 + 0, and a group that earned 0.7
+        throughout would have a signal.
 
         Raises:
             ValueError: not a weight (a number of the ideal point) for each reward, or tchebycheff without one of these.
@@ -172,7 +175,7 @@ class ScalarOptions:
         absent = rewards.isnan()
         none, objectives = absent.all(1), rewards.masked_fill(absent, 0.0).movedim(1, -1)
         if self.ideal is None:
-            total = (objectives.double() @ torch.tensor(factors, dtype=torch.float64)).float()
+            total = objectives.double() @ torch.tensor(factors, dtype=torch.float64)
         elif bool((absent.any(1) & ~none).any()):
             raise ValueError(
                 "tchebycheff looks at all rewards of a completion, and one returned None: give a number there, or take "
@@ -181,7 +184,9 @@ class ScalarOptions:
         else:
             w, ideal = torch.tensor(factors), torch.tensor(self.ideal)
             total = -_tchebycheff(objectives.float(), w, ideal, maximize=True, rho=self.rho)
-        return total.masked_fill(none, torch.nan)
+        if penalty is not None:
+            total = total.double() + penalty
+        return total.float().masked_fill(none, torch.nan)
 
 
 # Options of a run: steps, prompts, completions, how they are sampled and evaluated.

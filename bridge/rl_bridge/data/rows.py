@@ -329,14 +329,14 @@ def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, An
 
 
 def rows_of_hub(source: str) -> Iterator[Any] | None:
-    """The rows of a dataset of the hub as ``read_rows`` gets them; None for what lies here.
+    """The rows of a dataset of the hub as ``read_rows`` gets them, with their places; None for what lies here.
 
     Raises:
         FileNotFoundError, ValueError: no such file; of a dataset that there is not, with its first row.
     """
     if is_file_of_reader(source) or Path(split_of(source)[0]).is_dir() or files_of(source) is not None:
         return None
-    return (row for _, row in _numbered(source, SourceCensus()))
+    return ({**row, "_where": where} for where, row in _numbered(source, SourceCensus()))
 
 
 def _part(source: str, split: str, rows: list[Any]) -> list[Any]:

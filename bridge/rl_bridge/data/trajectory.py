@@ -70,6 +70,8 @@ class SamplingParams:
             if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
                 expected = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
                 raise TypeError(f"{name} must be {expected}, got {value!r}")
+            if value is not None:  # a number of NumPy is none to libraries in C, and may overflow in a comparison
+                object.__setattr__(self, name, float(value) if kind is Real else int(value))
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
         least, most = TEMPERATURES
@@ -88,9 +90,6 @@ class SamplingParams:
             raise TypeError(f"stop must be a sequence of texts, got {self.stop!r}")
         if not all(self.stop) or any("\N{REPLACEMENT CHARACTER}" in text for text in self.stop):
             raise ValueError(f"a stop text has characters, and no U+FFFD among them, got {self.stop!r}")
-        for name, kind in _NUMBERS.items():
-            if (value := getattr(self, name)) is not None:  # a number of NumPy is none to libraries in C
-                object.__setattr__(self, name, float(value) if kind is Real else int(value))
 
     def greedily(self) -> "SamplingParams":
         """The same with the most likely tokens.

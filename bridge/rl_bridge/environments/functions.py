@@ -9,6 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import isawaitable
+from numbers import Real
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
@@ -232,6 +233,8 @@ def _answer(result: Any) -> Message:
 
 
 def _shown(result: Any) -> str:
+    with contextlib.suppress(RecursionError):  # of a value that holds itself, which Python shows
+        result = _ordered(result)
     try:
         return json.dumps(result, ensure_ascii=False, default=_plain)
     except (TypeError, ValueError):
@@ -241,14 +244,28 @@ def _shown(result: Any) -> str:
     return words
 
 
+def _ordered(value: Any) -> Any:
+    """The value with lists in place of its sets: the order of a set's texts is another in each process.
+
+    >>> _ordered({"names": {"b", "a"}, "numbers": ({10, 9}, 1)})
+    {'names': ['a', 'b'], 'numbers': ([9, 10], 1)}
+    """
+    if isinstance(value, set | frozenset):
+        members = [_ordered(member) for member in value]
+        alike = all(isinstance(member, str) for member in members)
+        alike |= all(isinstance(member, Real) and member == member for member in members)
+        return sorted(members, key=None if alike else repr)
+    if type(value) in (list, tuple):
+        return type(value)(_ordered(member) for member in value)
+    return {key: _ordered(member) for key, member in value.items()} if type(value) is dict else value
+
+
 def _plain(value: Any) -> Any:
-    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row; sets, in one order.
+    """Numbers of NumPy and PyTorch, which Python would show without the middle of a long row.
 
     Raises:
         TypeError: of anything else, as a table, whose labels would be lost.
     """
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)  # Python's order of texts is another in each process
     if isinstance(value, torch.Tensor):
         value = (value.detach().float() if value.is_floating_point() else value.detach()).cpu().numpy()
     if not isinstance(value, np.ndarray | np.generic):

@@ -74,14 +74,24 @@ class Groups:
     """The object whose weights drew them (``Policy.weights_of``); None if nobody gave the rollout weights."""
     scored_by: "ScoredBy | None" = field(default=None, repr=False)
     """The rewards that ``score`` was called with, and what it made of these."""
-    joined_draws: tuple[Draw, ...] = field(default=(), repr=False)
-    """The calls that drew the parts of joined groups."""
+    joined_draws: tuple[Draw | None, ...] = field(default=(), repr=False)
+    """Of joined groups the call that drew each prompt's completions; None as for ``drawn``."""
 
     @property
-    def draws(self) -> tuple[Draw, ...]:
-        """The calls that drew these; none where weights may be older by design (``Ahead``)."""
-        own = () if self.drawn is None else (Draw(self.sampling.seed, self.drawn, self.weights_of),)
-        return self.joined_draws or own
+    def draw_of(self) -> tuple[Draw | None, ...]:
+        """The call that drew the completions of each prompt; None where weights may be older by design (``Ahead``)."""
+        own = None if self.drawn is None else Draw(self.sampling.seed, self.drawn, self.weights_of)
+        return self.joined_draws or (own,) * (len(self.trajectories) // self.sampling.n)
+
+    @property
+    def draws(self) -> list[tuple[Draw, list[Trajectory]]]:
+        """The calls that drew these, each with those of its completions that are left."""
+        n = self.sampling.n
+        calls: dict[tuple[int, int], tuple[Draw, list[Trajectory]]] = {}
+        for place, one in enumerate(self.draw_of):
+            if one is not None:
+                calls.setdefault(one[:2], (one, []))[1].extend(self.trajectories[place * n : (place + 1) * n])
+        return list(calls.values())
 
     @property
     def rewards(self) -> torch.Tensor:
@@ -204,8 +214,9 @@ class Groups:
         if chosen.shape == self.rewards.shape and chosen.dtype == torch.bool:
             chosen = chosen.cpu() if sampled.chosen is None else chosen.cpu() & sampled.chosen
             sampled, prompts = replace(sampled, chosen=chosen), chosen.any(1)
-        sampled = sampled.rows(places_of(prompts, len(self.rewards)))
-        return replace(self, trajectories=sampled.trajectories, sampled=sampled)
+        places = places_of(prompts, len(self.rewards))
+        sampled, draws = sampled.rows(places), tuple(self.joined_draws[i] for i in places if self.joined_draws)
+        return replace(self, trajectories=sampled.trajectories, sampled=sampled, joined_draws=draws)
 
     @property
     def truncated(self) -> torch.Tensor:
@@ -238,15 +249,13 @@ class Groups:
         if not parts:
             raise ValueError("there are no groups to join")
         first = parts[0]
-        alike = [
-            (replace(part.sampling, seed=0), part.pad_token, part.scored.names, part.scored.turn_weight)
-            for part in parts
-        ]
+        named = [(part.pad_token, part.scored.names, part.scored.turn_weight) for part in parts]
+        alike = [(replace(part.sampling, seed=0), *name) for part, name in zip(parts, named, strict=True)]
         if strange := [way for way in alike if way != alike[0]]:
             raise ValueError(f"groups that are joined are sampled and scored alike, got {alike[0]} and {strange[0]}")
         _require_scored_alike(parts)
-        draws = {(draw.seed, draw.when): draw for part in parts for draw in part.draws}
-        seed, count = Counter(seed for seed, _ in draws).most_common(1)[0] if draws else (0, 0)
+        calls = {one[:2] for part in parts for one, _ in part.draws}
+        seed, count = Counter(seed for seed, _ in calls).most_common(1)[0] if calls else (0, 0)
         if count > 1 and first.sampling.temperature:
             raise ValueError(
                 f"{count} of the joined groups have the seed {seed}, and drew by the same random numbers at each "
@@ -260,9 +269,8 @@ class Groups:
                 require_vocabulary(first.tokenizer, part.tokenizer, kind="first of the groups", of_other="another one")
         sampled = joined([part.scored for part in parts])
         sampled = replace(sampled, sampled_groups=sum(part.scored.sampled_groups for part in parts))
-        exact = all(part.exact for part in parts)
-        whole: dict[str, Any] = {"exact": exact, "joined_draws": tuple(draws.values())}
-        return replace(first, trajectories=sampled.trajectories, sampled=sampled, **whole)
+        exact, draws = all(part.exact for part in parts), tuple(one for part in parts for one in part.draw_of)
+        return replace(first, trajectories=sampled.trajectories, sampled=sampled, exact=exact, joined_draws=draws)
 
     def metrics(self) -> dict[str, float]:
         """Means of rewards and tokens, the share that was cut at max_new_tokens, and the share that failed."""
@@ -306,6 +314,12 @@ class ScoredBy:
     rewards: Rewards
     options: Mapping[str, Any]
     """Those of ``Groups.score``."""
+
+    def way(self) -> dict[str, Any]:
+        """The weights that count, and the options that change a number: a reward that applies is the same ``none``."""
+        scalar = self.options["scalar"]
+        changing = {name: value for name, value in self.options.items() if name != "none"}
+        return changing | {"scalar": scalar | {"weights": ()}, "weights": scalar["weights"] or self.rewards.weights}
 
     def settings(self) -> dict[str, Any]:
         """The options of ``score`` by name, and the fingerprint of the rewards' files, names and weights."""
@@ -407,9 +421,7 @@ def _require_scored_alike(parts: Sequence[Groups]) -> None:
     Raises:
         ValueError: with both.
     """
-    ways = [
-        {"weights": by.rewards.weights, **by.options} for by in (part.scored_by for part in parts) if by is not None
-    ]
+    ways = [by.way() for by in (part.scored_by for part in parts) if by is not None]
     for way in ways:
         if strange := [name for name, value in way.items() if value != ways[0].get(name)]:
             before, other = ({name: values.get(name) for name in strange} for values in (ways[0], way))
@@ -423,11 +435,9 @@ def _require_scored_alike(parts: Sequence[Groups]) -> None:
 
 
 def _marks(part: Groups) -> set[tuple[int | None, tuple[int, ...]]]:
-    """Each completion as the call that drew it and its request, which begins with the call's seed."""
-    ids = [t.request_id for t in part.trajectories if t.request_id]
-    if not part.draws:
-        return {(None, request) for request in ids}
-    return {(draw.when, request) for draw in part.draws for request in ids if request[0] == draw.seed}
+    """Each completion as the call that drew it and its request."""
+    calls = [None if one is None else one.when for one in part.draw_of for _ in range(part.sampling.n)]
+    return {(call, t.request_id) for call, t in zip(calls, part.trajectories, strict=True) if t.request_id}
 
 
 def loaded_rewards(

@@ -267,20 +267,22 @@ class Policy(Scored):
     def _require_own_draw(self, groups: Groups, stale: bool) -> None:
         """Refuse completions of other weights than the policy had when they were drawn, and a seed that drew before."""
         draws, way_on = groups.draws, "policy.sync_weights(rollout) comes before rollout.generate"
-        versions = {version for t in groups.trajectories for version in t.weights_versions if version >= 0}
-        for one in draws if not stale else ():
-            own = [noted for noted in self._versions if noted[0] < one.when]
-            if own and versions - {own[-1][1]}:
+        for one, trajectories in draws if not stale else ():
+            # One update is of one policy: the one that drew last.
+            own = [noted for noted in self._versions if noted[0] < max(last.when for last, _ in draws)]
+            versions = {version for t in trajectories for version in t.weights_versions if version >= 0}
+            if own and (others := versions - {own[-1][1]}):
                 raise ValueError(
-                    f"these completions were drawn by weights of version {max(versions)}, when the policy had "
+                    f"these completions were drawn by weights of version {max(others)}, when the policy had "
                     f"version {own[-1][1]}: {way_on}; for older ones on purpose, policy.update(batch, stale=True)"
                 )
+            own = [noted for noted in self._versions if noted[0] < one.when]
             if own and one.weights_of is not None and one.weights_of is not own[-1][2]:
                 raise ValueError(
                     f"these completions were drawn by the weights of another policy: {way_on}; for those of another on "
                     "purpose, policy.update(batch, stale=True)"
                 )
-        for seed, when, _ in draws if groups.sampling.temperature else ():
+        for (seed, when, _), _ in draws if groups.sampling.temperature else ():
             if self._seeds.setdefault(seed, when) != when:
                 raise ValueError(
                     f"completions of an earlier step were drawn by the seed {seed}, too: their random numbers are the "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.append_log import AppendLog, read_log
-from rl_bridge.common.files import MODEL_SUFFIXES
+from rl_bridge.common.files import MODEL_SUFFIXES, VOCABULARIES
 from rl_bridge.common.scrubbing import scrubbed, scrubbed_text, scrubbed_words
 
 # Fingerprints of a run's data, models and rewards.
@@ -74,13 +74,15 @@ def _described(value: Any) -> Any:
     return [type(value).__qualname__, getattr(value, "__qualname__", None) or getattr(value, "__dict__", {})]
 
 
-def of_folder(folder: Path, tell: Callable[[str], None] | None = None) -> str:
+def of_folder(folder: Path, tell: Callable[[str], None] | None = None, *, every: bool = False) -> str:
     """The fingerprint of a model's folder: configuration, tokenizer, templates, every byte of the weights.
 
     A file of the hub's cache is named by its content, and is not read; it counts if a model is read from such a file,
-    for the cache grows by what other programs read. ``tell`` gets a line before many bytes are read.
+    for the cache grows by what other programs read. With ``every``, for a folder that may be of rows, each file there
+    counts. ``tell`` gets a line before many bytes are read.
     """
-    files = [file for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")) if _counts(file)]
+    places = (*folder.iterdir(), *folder.glob("additional_chat_templates/*"))
+    files = [file for file in places if _counts(file, every=every)]
     unread = sum(file.stat().st_size for file in files if not _is_blob(file))
     if tell is not None and unread > 1 << 30:
         tell(f"reading {unread / 1e9:.1f} GB of {folder} once: a resumed run is to have the same weights")
@@ -95,10 +97,12 @@ def of_weights(place: Path, tell: Callable[[str], None] | None = None) -> str:
     return of_folder(place, tell) if place.is_dir() else _of_file(place)[:16]
 
 
-def _counts(file: Path) -> bool:
-    if not file.is_file() or file.name.startswith("."):
+def _counts(file: Path, *, every: bool) -> bool:
+    if not file.is_file() or file.name.startswith(".") or file.suffix == ".md":
         return False
-    return file.suffix in MODEL_SUFFIXES if _is_blob(file) else file.suffix != ".md"
+    if every or not _is_blob(file):
+        return True
+    return file.suffix in MODEL_SUFFIXES and (file.suffix != ".txt" or file.name in VOCABULARIES)
 
 
 def _is_blob(file: Path) -> bool:

@@ -62,14 +62,13 @@ def _of_configs(configs: Sequence[Any], of_words: Mapping[str, str]) -> dict[str
     from rl_bridge.data.rows import rows_of_hub
     from rl_bridge.models.model_source import PretrainedSource
     from rl_bridge.models.own_model import is_file_of_class
-    from rl_bridge.rewards.sources import named
+    from rl_bridge.rewards.sources import reward_models
     from rl_bridge.run.provenance import of_folder, of_rows
 
     hashes: dict[str, str] = {}
     for config in configs:
         models = [name for name in config.models().values() if name is not None and not is_file_of_class(name)]
-        rewards = [str(source) for _, source in map(named, getattr(config, "reward", ()))]
-        models += [source.removeprefix("model:") for source in rewards if source.startswith("model:")]
+        models += reward_models(getattr(config, "reward", ()))
         for name in models:
             key = f"{CONTENTS}{Path(name)}" if Path(name).exists() else f"{CONTENTS}the model {name}"
             if key not in {**of_words, **hashes}:
@@ -87,7 +86,8 @@ def _content(place: Path) -> str:
 
     if not place.is_dir():
         return content_of(place)[:16] if place.suffix == ".py" else of_weights(place)
+    of_model = (place / "config.json").exists()
     folders = {folder.relative_to(place): folder for folder in (place, *place.rglob("*")) if folder.is_dir()}
     visible = sorted(name for name in folders if not any(part.startswith(".") for part in name.parts))
-    lines = [f"{name} {of_folder(folders[name], tell)}" for name in visible]
+    lines = [f"{name} {of_folder(folders[name], tell, every=not of_model)}" for name in visible]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -341,3 +341,22 @@ def test_completions_of_one_sum_earn_one_number(weights):
         group = [single_turn([2], [1], rewards=dict(zip(names, row, strict=True))) for row in rows]
         earned = ScalarOptions().combine(reward_matrix(group, names, len(group)), weights)
         assert earned.dtype == torch.float32 and set(earned.flatten().tolist()) == {float(np.float32(float(total)))}
+
+
+@pytest.mark.parametrize("buffer", [2, 3, 7, 10])
+def test_a_penalty_is_added_before_the_sum_is_rounded(buffer):
+    """0.7 less a half is 0.2: completions of one total have no signal, whether it was earned or left by a penalty."""
+
+    def one(completion, row):
+        return 0.0
+
+    by_total = defaultdict(list)
+    for tenths, over in itertools.product(range(-10, 11), range(buffer + 2)):
+        earned = single_turn([2], [1] * (20 - buffer + over), rewards={"reward": tenths / 10})
+        by_total[Fraction(tenths, 10) - Fraction(min(over, buffer), buffer)].append(earned)
+    for total, group in by_total.items():
+        limits = {"max_new_tokens": 20, "overlong_buffer": buffer}
+        sampled = rewarded(group, load([one]), len(group), **limits)
+        assert sampled.rewards.dtype == sampled.matrix.dtype == torch.float32
+        np.testing.assert_allclose(sampled.rewards, float(total), rtol=0, atol=1e-7)
+        assert len(set(sampled.rewards.flatten().tolist())) == 1

@@ -6,6 +6,7 @@ import pytest
 
 import rl_fn
 from rl_bridge import AdamW, Groups, Policy, Rollout, SamplingParams
+from rl_bridge.algorithms.policy_setup import ScalarOptions
 
 OBJECTIVE = rl_fn.recipes.grpo().replace(kl=None)
 PROMPTS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
@@ -69,8 +70,17 @@ def test_every_part_is_of_the_policy_s_own_weights(place, model, policy, rollout
     update(policy, drawn(rollout, 6))
     policy.sync_weights(rollout)
     newer = drawn(rollout, 7)
-    with pytest.raises(ValueError, match=r"by weights of version 2, when the policy had version [12]"):
-        update(policy, *[older, newer][:: 1 if place else -1])
+    parts = [older, newer][:: 1 if place else -1]
+    with pytest.raises(ValueError, match="by weights of version 1, when the policy had version 2:"):
+        update(policy, *parts)
+    # A part of which nothing is left decides nothing.
+    of_older = slice(0, 2) if place else slice(2, 4)
+    assert set(Groups.joined(parts).draw_of[of_older]) == set(older.draw_of)
+    left = [2, 3] if place else [0, 1]
+    for groups in (Groups.joined([older.select([]), newer]), Groups.joined(parts).select(left)):
+        batch = groups.batch().with_advantages(OBJECTIVE)
+        assert [one for one, _ in groups.draws] == [*{*newer.draw_of}]
+        policy._require_own_draw(batch.groups, stale=False)
 
 
 def test_parts_of_parts_are_parts(policy, rollout):
@@ -86,6 +96,15 @@ def test_parts_of_parts_are_parts(policy, rollout):
         Groups.joined([whole, three, drawn(rollout, 2)])
 
 
+def test_greedy_parts_have_one_seed_and_are_told_apart(rollout):
+    greedy = SamplingParams(n=2, max_new_tokens=3, temperature=0.0)
+    one, two = (rollout.generate(PROMPTS[:2], greedy).score(reward) for _ in range(2))
+    whole = Groups.joined([one, two])
+    assert len(Groups.joined([whole.select([0, 1]), two.select([0])]).rewards) == 3
+    with pytest.raises(ValueError, match="2 completions stand in two of the joined groups"):
+        Groups.joined([whole.select([0, 2]), two.select([0])])
+
+
 def test_parts_are_scored_alike(rollout):
     """With the same weights of several rewards, and all with a greedy baseline or none."""
     several = [reward, other_reward]
@@ -98,6 +117,14 @@ def test_parts_are_scored_alike(rollout):
         ValueError, match=r"scored alike, got \{'weights': \(1.0, 0.0\)\} and \{'weights': \(0.0, 1.0\)\}"
     ):
         Groups.joined(parts)
+    # The same sum in other words: weights of the rewards or of the scalar, and None where no reward returned it.
+    alike = {
+        "scalar": {"scalar": ScalarOptions(weights=(1.0, 0.0))},
+        "none": {"weights": (1.0, 0.0), "none": "leave-out"},
+    }
+    for number, options in enumerate(alike.values(), 3):
+        part = rollout.generate(PROMPTS[:2], replace(SAMPLING, seed=number)).score(several, **options)
+        assert len(Groups.joined([parts[0], part]).rewards) == 4
     greedy = rollout.generate(PROMPTS[:2], SamplingParams(max_new_tokens=3, temperature=0.0))
     based = [drawn(rollout, seed, greedy=greedy) for seed in (11, 12)]
     baseline = Groups.joined(based).scored.greedy_rewards

@@ -8,6 +8,7 @@ import datasets
 import pytest
 
 from rl_bridge.models import model_folder
+from rl_tools.tune.contents import contents
 from rl_tools.tune.journal import CONTENTS, JOURNAL, read_journal
 from rl_tools.tune.tune_command import run
 
@@ -15,7 +16,7 @@ ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1), "source": {"page":
 NAMES = ("org/rows", "org/more", "org/rows/main", "org/tiny", "org/other")
 REPOSITORY = (
     *("README.md", "LICENSE", "config.json", "model.safetensors", "pytorch_model.bin", "consolidated.pth"),
-    *("tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja", "model.gguf"),
+    *("tokenizer.json", "tokenizer.model", "merges.txt", "LICENSE.txt", "chat_template.jinja", "model.gguf"),
 )
 
 
@@ -99,6 +100,33 @@ def test_a_study_goes_on_with_what_the_hub_had_when_it_began(read, hub):
         ValueError, match=rf"is another study: the content of the (rows of|model) {name}\S* was \w+ and is \w+\. Give"
     ):
         run([*study(*words), "--resume"])
+
+
+@pytest.mark.parametrize("kind", ["dataset", "model"])
+def test_a_folder_of_the_hub_s_cache_counts_by_what_it_is_for(kind, tmp_path):
+    """All files of rows, which are of any kind; of a model those that a model is read from: others fetch the rest."""
+    folder, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
+    for path in (folder, blobs):
+        path.mkdir(parents=True)
+
+    def put(name, text):
+        blob = blobs / hashlib.sha256(text.encode()).hexdigest()
+        blob.write_text(text)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(blob)
+        return contents(["--data", str(folder)], [], [])
+
+    names = ("train.jsonl", "LICENSE.txt", "model.gguf")
+    if kind == "model":
+        names = ("config.json", "merges.txt", "model.safetensors")
+        put("config.json", "{}")
+    before = put("README.md", "{}")
+    for name in names:
+        one, other = put(name, "{ }"), put(name, "{  }")
+        assert before != one != other and list(one) == list(before)
+        before = other
+    for name in {"dataset": ["README.md"], "model": ["README.md", "LICENSE.txt", "model.gguf"]}[kind]:
+        assert put(name, "{   }") == before
 
 
 @pytest.mark.parametrize("words", [["--data", "org/absent"], ["--model", "org/absent"]], ids=["rows", "model"])
