@@ -289,7 +289,10 @@ class Checkpointer:
             self._damaged.append(path)
             reasons.append(reason)
         if reasons:
-            raise ValueError(f"no checkpoint of {self.folder} is whole: {'; '.join(reasons)}")
+            raise ValueError(
+                f"no checkpoint of {self.folder} is whole: {'; '.join(reasons)}. Begin again under another --name, or "
+                "bring a whole checkpoint back from a copy"
+            )
         return None
 
     def read(self, path: Path) -> dict[str, Any]:
@@ -359,13 +362,17 @@ class Checkpointer:
             raise ValueError(f"the engines {', '.join(engines)} of one checkpoint need one executor")
         return executor, tuple(sorted({slot for engine in engines.values() for slot in engine.slots}))
 
+    def damage_of(self, path: Path) -> str | None:
+        """The fault of a checkpoint at this moment; None if it is whole."""
+        if not path.is_dir():
+            return f"{path} is missing"
+        if (reason := step_folders.damage(path)) is None:
+            self._whole.add(path)
+        return reason
+
     def _require_whole(self, path: Path) -> None:
-        if path in self._whole:
-            return
-        reason = step_folders.damage(path)
-        if reason is not None:
+        if path not in self._whole and (reason := self.damage_of(path)) is not None:
             raise ValueError(f"{path} cannot be read: {reason}")
-        self._whole.add(path)
 
     def _set_damaged_aside(self) -> None:
         """Before a run goes on from an older checkpoint: a damaged one must not count as newer than what it writes."""

@@ -112,6 +112,16 @@ def scrubbed_words(words: Sequence[str]) -> list[str]:
     return words_out
 
 
+def is_shown_as(text: str, shown: str) -> bool:
+    """Whether ``shown`` is the text, some of which may be hidden: what an environment hides is no difference.
+
+    >>> [is_shown_as("/home/me/model", shown) for shown in ("***/model", "/home/me/model", "***/data")]
+    [True, True, False]
+    """
+    pattern = ".+".join(map(re.escape, shown.split(HIDDEN)))
+    return text == shown or (HIDDEN in shown and re.fullmatch(pattern, text, re.DOTALL) is not None)
+
+
 def environment_secrets() -> tuple[str, ...]:
     """Values of this process's environment that have a secret name, the longest first; credentials in addresses too."""
     return _secrets_of(tuple(sorted(os.environ.items())))
@@ -119,7 +129,9 @@ def environment_secrets() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _secrets_of(environment: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    secrets = {value for name, value in environment if is_secret_variable(name)}
+    # PWD is where the shell is; a path, as of a socket or a file of credentials, is no secret itself.
+    named = [value for name, value in environment if name != "PWD" and is_secret_variable(name)]
+    secrets = {value for value in named if not (value.startswith("/") and os.path.exists(value))}
     for _, value in environment:
         secrets.update(part for user in re.findall(r"://([^/\s@]+)@", value) for part in user.split(":", 1)[1:])
     return tuple(

@@ -381,7 +381,9 @@ class Run:
         """
         holders = _holders({self._name_of(model): model for model in models})
         best = self._run.load_best({name: holder for name, holder in holders.items() if isinstance(holder, Engine)})
-        if best is None and self._named:  # a recipe decides itself whether there is an evaluation
+        if (
+            best is None and self._named and self._run.best_lost is None
+        ):  # a recipe decides itself whether there is an evaluation
             remark(self._without_best())
         for model in models:
             if isinstance(model, Policy):

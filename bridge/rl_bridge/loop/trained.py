@@ -213,7 +213,8 @@ class Policy(Scored):
             metrics |= policy_update(self.engine, minibatch, denominator, count, terms, *marks)
         if log is not None and watched is not None:
             log.write(step, batch.groups.scored, batch.tokens, watched, watched_rows(self.engine))
-        self._coefficients.update(metrics)
+        # A policy that does not move cannot follow a coefficient.
+        self._coefficients.update(metrics if updates else {})
         self._remark(batch.groups, computed, metrics, step)
         self._updates += 1
         self.remember()

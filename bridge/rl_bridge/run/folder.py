@@ -10,7 +10,7 @@ from typing import Any
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.common import files, step_folders
 from rl_bridge.common.files import RunLock, replacing, require_own_files, sweep, write_json
-from rl_bridge.common.scrubbing import scrubbed
+from rl_bridge.common.scrubbing import is_shown_as, scrubbed
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.provenance import write_provenance
@@ -39,10 +39,11 @@ def options_of(config: Any, prefix: str = "") -> dict[str, Any]:
     return options
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> list[str]:
     """A phrase for each name whose values differ, in the order of ``now``.
 
-    The settings of a loop's objects have the names that Python has for them.
+    The settings of a loop's objects have the names that Python has for them. ``whole``: ``now`` with nothing hidden,
+    for another environment may have hidden more or less of ``before``.
 
     >>> differences({"policy.steps": 8, "seed": 0}, {"policy.steps": 9, "seed": 0})
     ['--policy.steps was 8 and is 9']
@@ -50,11 +51,12 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ['policy.lr was 1 and is 2']
     """
     # As text: NaN differs from itself, and 1 equals True.
+    texts = {name: _text(new) for name, _, new in _pairs(before, now if whole is None else whole)}
     return [
         f"{name.removeprefix('state.') if name.startswith('state.') else '--' + name.replace('_', '-')} was "
         f"{_text(old)} and is {_text(new)}"
         for name, old, new in _pairs(before, now)
-        if _text(old) != _text(new)
+        if _text(old) != _text(new) and not is_shown_as(texts.get(name, ""), _text(old))
     ]
 
 
@@ -129,8 +131,9 @@ def _open(
 ) -> Opened:
     path = checkpointer.latest() if resume else None
     state = None if path is None else checkpointer.read(path)
-    identity = {"options": scrubbed(options_of(config)), "fingerprints": dict(fingerprints)}
-    changes = [] if state is None else _changes(state, identity)
+    options = options_of(config)
+    identity = {"options": scrubbed(options), "fingerprints": dict(fingerprints)}
+    changes = [] if state is None else _changes(state, identity, options)
     if changes and not anyway:
         anyway_on = "Run(…, resume_anyway=True)" if hasattr(config, "state") else "--resume-anyway"
         raise ValueError(
@@ -160,14 +163,14 @@ def _open(
     return Opened(lock, recorder, path, state, identity)
 
 
-def _changes(state: Mapping[str, Any], identity: Mapping[str, Any]) -> list[str]:
+def _changes(state: Mapping[str, Any], identity: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     before, now = state["fingerprints"], identity["fingerprints"]
     others = [
         f"the {name} is another one ({before.get(name)} was its fingerprint, {now.get(name)} is)"
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     ]
-    return [*differences(state["options"], identity["options"]), *others]
+    return [*differences(state["options"], identity["options"], options), *others]
 
 
 def _require_empty(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again."""
 
 import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,57 +15,10 @@ from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, StopRequest, remarks, tell
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors import Executor
+from rl_bridge.run.best import Best
 from rl_bridge.run.folder import Opened, begin_or_resume
 from rl_bridge.run.options import OBSERVED, RunOptions, require_used
 from rl_bridge.run.recorder import Recorder, Skips, whose
-
-
-class Best:
-    """The best step of a run, by a metric of its record.
-
-    ``record``: the number of records up to the best one, which is the number of its checkpoint.
-    """
-
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """``state``: of a resumed run."""
-        self._state: dict[str, Any] = {"metric": None, "mode": "max", "value": None, "record": None, **(state or {})}
-
-    @property
-    def record(self) -> int | None:
-        """The number of the best checkpoint; None before the metric was recorded."""
-        return self._state["record"]
-
-    @property
-    def value(self) -> float | None:
-        """The best value so far."""
-        return self._state["value"]
-
-    def state(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
-        return dict(self._state)
-
-    def watch(self, metric: str, mode: Literal["max", "min"]) -> None:
-        """Compare this metric from now on. Another metric than before begins without a best value."""
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode is 'max' or 'min', got {mode!r}")
-        if (metric, mode) != (self._state["metric"], self._state["mode"]):
-            self._state = {"metric": metric, "mode": mode, "value": None, "record": None}
-
-    def see(self, record: Mapping[str, Any], number: int) -> None:
-        """Compare a record, the one that makes their count ``number``. The first of equal values stays the best."""
-        value, best = record.get(self._state["metric"]), self._state["value"]
-        if value is None or not math.isfinite(value):
-            return
-        if best is None or (value > best if self._state["mode"] == "max" else value < best):
-            self._state |= {"value": float(value), "record": number}
-
-    def is_new(self, number: int) -> bool:
-        """Whether the newest record is the best, so that its step needs a checkpoint."""
-        return self._state["record"] == number
-
-    def pinned(self) -> tuple[int, ...]:
-        """Numbers of the checkpoints that stay."""
-        return () if self.record is None else (self.record,)
 
 
 class Observer(Protocol):
@@ -221,6 +173,8 @@ class Run:
         self._room = NARROW
         self._stage, self._updated = "", None
         self._step_started = 0.0
+        if lost := self._lose_best():
+            self.note(f"{lost}: the best of the steps that follow takes its place")
 
     def __enter__(self) -> Self:
         self._signals.__enter__()
@@ -343,13 +297,30 @@ class Run:
     def load_best(self, engines: Mapping[str, Engine]) -> float | None:
         """Give engines the state of the best checkpoint, before an export; returns its metric, None if there is none.
 
-        ``engines``: by their names in the ``state`` of ``steps``.
+        ``engines``: by their names in the ``state`` of ``steps``. One that is damaged or gone is noted: the run has its
+        result all the same.
         """
+        self._checkpointer.wait()
+        if (lost := self._lose_best() or self.best_lost) is not None:
+            self.note(f"{lost}: the engines stay as they are")
         if self._best.record is None:
             return None
-        self._checkpointer.wait()
         self._checkpointer.load(self._checkpointer.path(self._best.record), engines)
         return self._best.value
+
+    @property
+    def best_lost(self) -> str | None:
+        """Why the best checkpoint is no more, if it was lost and no step since then was better."""
+        return self._best.lost
+
+    def _lose_best(self) -> str | None:
+        """Forget the best checkpoint if it is damaged or gone, and say so."""
+        if self._best.record is None:
+            return None
+        reason = self._checkpointer.damage_of(self._checkpointer.path(self._best.record))
+        if reason is not None:
+            self._best.lose(f"the best checkpoint is lost, {reason}")
+        return None if reason is None else self._best.lost
 
     def print(self, text: str) -> None:
         """Print a line without breaking the progress bar."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -160,3 +161,15 @@ def test_a_best_checkpoint_that_is_not_there_is_said(name, tmp_path, capsys):
 
 def metrics_and_notes(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_best_checkpoint_that_is_lost_is_said_once_and_as_what_it_is(tmp_path, capsys):
+    with rl_bridge.Run("run", [Part()], output=tmp_path) as run:
+        run.keep_best("held_out")
+        for step in run.steps(2):
+            run.log({"held_out": -float(step)})
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+        assert run.load_best() is None
+    printed = "".join(capsys.readouterr()).splitlines()
+    lines = [line for line in printed if "is lost" in line or "load_best" in line]
+    assert [bool(re.search(r"is lost, .*step-00000001 is missing: the engines stay", line)) for line in lines] == [True]

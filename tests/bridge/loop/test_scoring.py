@@ -102,7 +102,10 @@ def test_a_controller_is_of_a_term_with_its_coefficient(model, batch):
     scored = reference.score(batch)
     with pytest.raises(ValueError, match=r"with_advantages\(objective, coefficients=policy\.coefficients\)"):
         policy.update(scored.with_advantages(in_reward))
-    policy.update(scored.with_advantages(in_reward, coefficients=policy.coefficients))
+    weighed = scored.with_advantages(in_reward, coefficients=policy.coefficients)
+    policy.update(weighed, updates=0)  # of a critic's first steps, in which the policy does not move
+    assert policy.coefficients == pytest.approx({"reward_kl": 0.02})
+    policy.update(weighed)
     assert policy.settings()["control"] != {"reward_kl": [0.02] * 6}
     for engine in (policy, reference):
         engine.release()

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.user_marks import mark_of
 from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.loop.data import load_rows
@@ -79,6 +80,36 @@ def test_options_that_may_change_do(folder, capsys):
     assert "other options" not in capsys.readouterr().out
     assert not any("changed" in line for line in lines(folder))
     assert "threads" not in options_of(Options()) and "name" not in options_of(RunOptions())
+
+
+SECRETS = {"HF_TOKEN": "s3cret-word", "WANDB_API_KEY": "0123456789ab", "DB_PASSWORD": "/no/such/path"}
+
+
+@pytest.mark.parametrize("secrets", [(), ("HF_TOKEN",), ("WANDB_API_KEY", "DB_PASSWORD"), tuple(SECRETS)], ids=str)
+@pytest.mark.parametrize("later", [(), ("HF_TOKEN",), tuple(SECRETS)], ids=str)
+def test_another_environment_is_no_other_option(tmp_path, secrets, later, monkeypatch):
+    """A checkpoint hides what the environment of its time had as secrets."""
+    folder, options = tmp_path / "run", Options(data="s3cret-word/0123456789ab/no/such/path/rows.jsonl")
+    for number, names in enumerate([secrets, later]):
+        for name, value in SECRETS.items():
+            monkeypatch.delenv(name, raising=False)
+            if name in names:
+                monkeypatch.setenv(name, value)
+        go(folder, options, until=4 + number, resume=number > 0)
+    with pytest.raises(ValueError, match=r"--data was .*rows\.jsonl\" and is .*row\.jsonl\""):
+        go(folder, Options(data="s3cret-word/0123456789ab/no/such/path/row.jsonl"), resume=True)
+
+
+def test_the_place_of_a_shell_is_no_password(tmp_path, monkeypatch):
+    """``PWD`` was read as one: messages, records and advice had *** for the folder of the run."""
+    socket = tmp_path / "agent"
+    socket.touch()
+    for name, value in {"PWD": tmp_path / "gone", "SSH_AUTH_SOCK": socket, "GOOGLE_CREDENTIALS": tmp_path}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("ADMIN_PWD", "correct horse")
+    assert scrubbed_text(f"{tmp_path}/gone, {socket} and correct horse", environment_secrets()) == (
+        f"{tmp_path}/gone, {socket} and ***"
+    )
 
 
 def test_nan_equals_itself(tmp_path):

@@ -3,6 +3,8 @@
 import errno
 import json
 import math
+import re
+import shutil
 from dataclasses import dataclass
 from typing import NamedTuple
 from unittest.mock import patch
@@ -168,6 +170,42 @@ def test_the_best_step_stays_and_comes_back(tmp_path, engine):
     # A run that is taken up again remembers.
     go(folder, engine, scores=SCORES, watch=("held_out",), keep=1, resume=True)
     assert names(folder / "checkpoints") == ["step-00000002", "step-00000008"] and engine.value() == 1.0
+
+
+def flip(path):
+    file = path / "policy" / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+
+
+LOST = {"flipped": flip, "gone": shutil.rmtree, "half gone": lambda path: (path / "manifest.json").unlink()}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_best_checkpoint_that_is_lost_is_told_and_a_later_one_takes_its_place(tmp_path, engine, lost, capsys):
+    """The run trained to its end, and had no summary, however often it was resumed."""
+    folder = tmp_path / "run"
+    go(folder, engine, scores=SCORES, total=4, watch=("held_out",), keep=1)
+    LOST[lost](folder / "checkpoints" / "step-00000002")
+    assert go(folder, engine, scores=SCORES, watch=("held_out",), keep=1, resume=True) == 0.4
+    assert engine.value() == 5.0 and (folder / "summary.json").exists()
+    [note] = [line["note"] for line in lines(folder) if "note" in line]
+    assert note in capsys.readouterr().out
+    assert re.match(r"the best checkpoint is lost, .*step-00000002.*: the best of the steps that follow takes", note)
+
+
+@pytest.mark.parametrize("when", ["before the resume", "at the end"])
+@pytest.mark.parametrize("lost", LOST)
+def test_a_run_whose_best_checkpoint_is_lost_has_its_summary(tmp_path, engine, lost, when, monkeypatch):
+    folder, best, load_best = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000002", Run.load_best
+    if when == "at the end":
+        monkeypatch.setattr(Run, "load_best", lambda run, engines: LOST[lost](best) or load_best(run, engines))
+    go(folder, engine, scores=SCORES, watch=("held_out",), keep=1)
+    if when == "before the resume":
+        LOST[lost](best)
+        assert go(folder, engine, scores=SCORES, watch=("held_out",), keep=1, resume=True) is None
+    assert engine.value() == 7.0 and (folder / "summary.json").exists()
+    note = [line["note"] for line in lines(folder) if "note" in line][-1]
+    assert re.match(r"the best checkpoint is lost, .*step-00000002.*: the engines stay as they are$", note)
 
 
 def test_the_lowest_can_be_the_best_and_without_a_metric_there_is_none(tmp_path, engine):
