@@ -1,5 +1,6 @@
 """Requests to a rollout and their results: what a call may take, ``Trajectory`` with each token's origin."""
 
+import contextlib
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +71,9 @@ class SamplingParams:
             if (isinstance(value, bool) or not isinstance(value, kind)) and not (optional and value is None):
                 expected = ("a number" if kind is Real else "an integer") + (" or None" if optional else "")
                 raise TypeError(f"{name} must be {expected}, got {value!r}")
-            if value is not None:  # a number of NumPy is none to libraries in C, and may overflow in a comparison
-                object.__setattr__(self, name, float(value) if kind is Real else int(value))
+            # A number of NumPy is none to libraries in C, and may overflow in a comparison.
+            with contextlib.suppress(OverflowError):
+                object.__setattr__(self, name, value if value is None else float(value) if kind is Real else int(value))
         if self.max_new_tokens < 1 or self.n < 1:
             raise ValueError(f"max_new_tokens and n must be ≥ 1, got {self.max_new_tokens} and {self.n}")
         least, most = TEMPERATURES

@@ -75,7 +75,7 @@ class Groups:
     scored_by: "ScoredBy | None" = field(default=None, repr=False)
     """The rewards that ``score`` was called with, and what it made of these."""
     joined_draws: tuple[Draw | None, ...] = field(default=(), repr=False)
-    """Of joined groups the call that drew each prompt's completions; None as for ``drawn``."""
+    """The call that drew each prompt's completions, of joined groups; None as for ``drawn``."""
 
     @property
     def draw_of(self) -> tuple[Draw | None, ...]:

@@ -125,6 +125,7 @@ def test_neighbouring_calls_share_no_seed():
         ({"temperature": 1e39}, r"temperature must be 0, .*, got 1e\+39"),
         ({"temperature": 10**400}, "temperature must be 0, .*, got 1000"),
         ({"temperature": 1e-40}, "temperature must be 0, .*, got 1e-40"),
+        ({"temperature": np.float32(1e30)}, r"temperature must be 0, .*, got 1\.0000000150474662e\+30"),
         ({"temperature": 1e-50}, "temperature must be 0, .*, got 1e-50"),
         ({"top_p": float("nan")}, r"top_p must be in \(0, 1\], got nan"),
         ({"temperature": True}, "temperature must be a number, got True"),
