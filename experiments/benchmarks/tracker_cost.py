@@ -96,7 +96,7 @@ class Training:
         said = self._said.read()
         told = said.count("still gets the end") if self.kind == HUNG else len(self.trackers)
         bad = self._process.returncode or self.live_at is None or told != len(self.trackers)
-        if bad or "gets no metrics" in said:
+        if bad or "is behind this run" in said:
             raise RuntimeError(f"the run with {self.kind} ended with {self._process.returncode}: {said[-3000:]}")
         lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
         times = [self._own(record["time"]) for record in map(json.loads, lines) if "stage" in record]
