@@ -58,7 +58,7 @@ def run_sft(options: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[st
         after = policy.held_out(held_out)["held_out_nll"]
         best = run.load_best(policy)
         policy.save(run.folder / "model")
-        exported = "last: no step had one" if best is None else f"best, {best:.3f}"
+        exported = "last: there is no best one" if best is None else f"best, {best:.3f}"
         run.finish(
             f"held-out nll {before:.3f} → {after:.3f}; {run.folder / 'model'} has the {exported}",
             **{"nll_before": before, "nll_after": after, "nll_best": best, "steps": steps, **about},

@@ -35,7 +35,8 @@ def overlong(trajectories: Sequence[Trajectory], responses: int, *, max_length: 
     """
     lengths = torch.tensor([longest_turn(trajectory.loss_mask) for trajectory in trajectories], dtype=torch.int32)
     penalty = _overlong_penalty(lengths.view(-1, responses), max_length=max_length, buffer=buffer)
-    return (penalty.double() * buffer).round() / buffer
+    whole = float(buffer).is_integer() and buffer > 0
+    return (penalty.double() * buffer).round() / buffer if whole else penalty.double()
 
 
 def longest_turn(loss_mask: Sequence[bool]) -> int:

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 MODEL_SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Ends of the names of files that a model and its tokenizer are read from. The hub's cache has more files."""
-VOCABULARIES = ("vocab.txt", "merges.txt")
+VOCABULARIES = ("vocab.txt", "merges.txt", "dict.txt")
 """Names of those that end by ``.txt``, as a licence may."""
 
 

@@ -255,9 +255,12 @@ def _ordered(value: Any) -> Any:
         alike = all(isinstance(member, str) for member in members)
         alike |= all(isinstance(member, Real) and member == member for member in members)
         return sorted(members, key=None if alike else repr)
-    if type(value) in (list, tuple):
-        return type(value)(_ordered(member) for member in value)
-    return {key: _ordered(member) for key, member in value.items()} if type(value) is dict else value
+    if isinstance(value, dict):
+        return {key: _ordered(member) for key, member in value.items()}
+    if isinstance(value, list | tuple):
+        members = [_ordered(member) for member in value]
+        return tuple(members) if type(value) is tuple else members
+    return value
 
 
 def _plain(value: Any) -> Any:

@@ -301,7 +301,8 @@ class Remote:
         elif self._stopping:
             how = "it did not stop in time"
         else:
-            how = self._explain() or how
+            with contextlib.suppress(Exception):  # a library that has ended cannot say why; the calls end all the same
+                how = self._explain() or how
         with self._lock:
             pending, self._pending = list(self._pending.values()), {}
             running = f" during {pending[0].what}" if pending else ""

@@ -343,7 +343,7 @@ def test_completions_of_one_sum_earn_one_number(weights):
         assert earned.dtype == torch.float32 and set(earned.flatten().tolist()) == {float(np.float32(float(total)))}
 
 
-@pytest.mark.parametrize("buffer", [2, 3, 7, 10])
+@pytest.mark.parametrize("buffer", [0, 2, 3, 7, 10])
 def test_a_penalty_is_added_before_the_sum_is_rounded(buffer):
     """0.7 less a half is 0.2: completions of one total have no signal, whether it was earned or left by a penalty."""
 
@@ -353,7 +353,8 @@ def test_a_penalty_is_added_before_the_sum_is_rounded(buffer):
     by_total = defaultdict(list)
     for tenths, over in itertools.product(range(-10, 11), range(buffer + 2)):
         earned = single_turn([2], [1] * (20 - buffer + over), rewards={"reward": tenths / 10})
-        by_total[Fraction(tenths, 10) - Fraction(min(over, buffer), buffer)].append(earned)
+        penalty = Fraction(min(over, buffer), buffer) if buffer else Fraction(over > 0)
+        by_total[Fraction(tenths, 10) - penalty].append(earned)
     for total, group in by_total.items():
         limits = {"max_new_tokens": 20, "overlong_buffer": buffer}
         sampled = rewarded(group, load([one]), len(group), **limits)

@@ -1,6 +1,7 @@
 """Functions as tools: each call is answered by what the function returns, and each fault by its words."""
 
 import asyncio
+import collections
 import concurrent.futures
 import datetime
 import inspect
@@ -164,6 +165,8 @@ async def later(value):
         ({1.5, -2, -10}, "[-10, -2, 1.5]"),
         ({1j: {b"b", b"a", b"c"}}, "{1j: [b'a', b'b', b'c']}"),
         ({(1, 2): {"q", "r", "p"}}, "{(1, 2): ['p', 'q', 'r']}"),
+        (collections.defaultdict(set, {"of": set("edcba")}), '{"of": ["a", "b", "c", "d", "e"]}'),
+        (collections.namedtuple("Found", "names")({"b", "a"}), '[["a", "b"]]'),
         ({frozenset("ab"), frozenset("dc")}, '[["a", "b"], ["c", "d"]]'),
         ({"places": frozenset("edcba")}, '{"places": ["a", "b", "c", "d", "e"]}'),
         (datetime.date(2020, 1, 1), "2020-01-01"),

@@ -92,6 +92,20 @@ def test_a_death_goes_before_the_errors_that_follow_from_it(remote, monkeypatch)
             call.future.result(60)
 
 
+def test_a_death_that_nobody_can_explain_ends_its_calls(remote, monkeypatch):
+    found, worker = remote
+
+    def explain():
+        raise ConnectionError("Ray has been shut down")
+
+    monkeypatch.setattr(found, "_explain", explain)
+    call = Call("step", [0, 1], Clock())
+    found.send(call, dumps("function and arguments"))
+    worker.close()
+    with pytest.raises(WorkerDied, match=r"worker of slot 1 \(test\) ended during step"):
+        call.future.result(60)
+
+
 def test_a_slot_that_stops_is_told_from_one_that_dies(remote):
     found, worker = remote
     found.ask_to_stop()

@@ -109,5 +109,5 @@ def test_no_step_waits_for_a_tracker_whose_library_waits_for_ever(trainer, outpu
     said = capsys.readouterr().out
     assert said.count("mlflow is behind this run: no answer for 1 s; to catch up: `rl-fn export") == 1
     # Nothing more of the tracker at the run's end: that line has told how to catch up.
-    assert said.count("mlflow gets") == 1 and "still gets" not in said
+    assert said.count("mlflow is behind") == 1 and "still gets" not in said
     caught_up(folder, output, "mlflow")
