@@ -182,7 +182,11 @@ def rewarded(
     """Groups of ``n`` trajectories that have the rewards, and all that is computed from them.
 
     ``max_new_tokens`` is the limit that ``overlong_buffer`` lies before. ``greedy`` [P]: rewards of greedy completions.
+
+    Raises:
+        ValueError: ``n`` trajectories that stand for one prompt, and are not all of one ``group``.
     """
+    require_groups(trajectories, n)
     names, scalar = rewards.names, ScalarOptions() if scalar is None else scalar
     matrix = reward_matrix(trajectories, names, n)
     earned, applies = scalar.combine(matrix, rewards.weights), ~matrix.isnan()
@@ -204,6 +208,21 @@ def rewarded(
         sampled_groups=len(total),
         turn_weight=_turn_weight(rewards, scalar),
     )
+
+
+def require_groups(trajectories: Sequence[Trajectory], n: int) -> None:
+    """Refuse trajectories that are not group by group, ``n`` of each: rewards of several prompts would be compared.
+
+    Raises:
+        ValueError: with the first of these.
+    """
+    runs = [(number, len(list(run))) for number, run in groupby(trajectory.group for trajectory in trajectories)]
+    for number, count in runs:
+        if count != n:
+            raise ValueError(
+                f"a group has n={n} completions of one prompt, and group {number} has {count}: these are compared "
+                "group by group, each trajectory with the number of its prompt (Trajectory.group)"
+            )
 
 
 def _turn_weight(rewards: Rewards, scalar: ScalarOptions) -> float | None:

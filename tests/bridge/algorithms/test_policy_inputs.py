@@ -270,8 +270,15 @@ def test_steps_add_up_to_the_episode_s_reward_with_the_environment_s_weight(sour
     """A turn's part was recognised by the name "environment" alone, and had no weight."""
     of_turns = [(0.5, 0.25), (2.0, -1.0), (0.0, 4.0), (1.0, 1.0)]
     episodes = [
-        turns([2, 5, 6, 9, 7, 1], [0, 1, 1, 0, 1, 1], turns=2, turn_rewards=own, rewards={"environment": sum(own)})
-        for own in of_turns
+        turns(
+            [2, 5, 6, 9, 7, 1],
+            [0, 1, 1, 0, 1, 1],
+            turns=2,
+            turn_rewards=own,
+            rewards={"environment": sum(own)},
+            group=place // 2,
+        )
+        for place, own in enumerate(of_turns)
     ]
     factors = [weight if "environment" in str(source) else 1.0 for source in SOURCES[sources]]
     rewards = load(SOURCES[sources], weights=factors if said == "weights" else [7.0] * len(factors))

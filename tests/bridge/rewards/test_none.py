@@ -163,9 +163,8 @@ def test_several_rewards_make_the_number_of_those_that_apply():
     groups = groups_of([1.0, 0.0])
     rewards = load(FORMS["by name"], none="leave-out")
     assert rewards.total(rewards.score(trajectories("b"))[0].rewards) == 2.0
-    both = replace(groups, trajectories=trajectories("a", "b", data=rows(1) * 2)).score(
-        FORMS["by name"], none="leave-out"
-    )
+    of_one = [replace(trajectory, group=0) for trajectory in trajectories("a", "b", data=rows(1) * 2)]
+    both = replace(groups, trajectories=of_one).score(FORMS["by name"], none="leave-out")
     metrics = both.metrics()
     assert (metrics["reward/one"], metrics["unrewarded/one"], metrics["unrewarded/two"]) == (1.0, 0.5, 0.0)
     assert metrics["unrewarded"] == 0.0 and metrics["reward"] == 2.5
