@@ -1,9 +1,11 @@
 """A sampler whose rollouts run ahead of training."""
 
 import copy
+import hashlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.completions import Sampled, baseline_of, rewarded
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, seed_of
+from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Request, Trajectory
@@ -19,7 +22,7 @@ from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.rewards import Rewards
 from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
 from rl_bridge.rollout.ahead.lanes import Driver, Lanes
-from rl_bridge.rollout.ahead.ledger import Group, Ledger, Sample, loaded, saved
+from rl_bridge.rollout.ahead.ledger import Group, Ledger, Sample, emptied, loaded, passed_over, saved
 from rl_bridge.rollout.ahead.pumps import Admission, Pace, RolloutPump, TrainingPump
 from rl_bridge.rollout.conversations import Opening
 from rl_bridge.rollout.decoder import Drawn
@@ -87,6 +90,8 @@ class AheadSampler:
         """Version of the policy → of its weights, as engines count them."""
         self._places: dict[int, dict[str, Any]] = {}
         """Untrained prompt → where the stream was before it."""
+        self._skips: dict[int, int] = {}
+        """Prompt → rows of the stream right before its own that are trained on, where a ledger was begun among them."""
         self._driver: Driver | None = None
         self._waited = 0.0
 
@@ -153,20 +158,79 @@ class AheadSampler:
                 "step": driver.training.step,
                 "weights": [list(pair) for pair in self._weights.items()],
                 "stream": self._places.get(head) or self.stream.checkpoint_state(),
+                "skips": [[number, count] for number, count in self._skips.items() if number >= head],
+                "settings": self._settings,
+                "bound": self._bound,
+                "prompts": _digest(self._ledger),
             }
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Go on with what ``checkpoint_state`` gave, before the first step."""
+        """Go on with what ``checkpoint_state`` gave, before the first step.
+
+        Where groups would be others by the settings of now, those that are not trained on are drawn again: from the
+        next step's first prompt on, with a line that names the settings.
+
+        Raises:
+            ValueError: other rows. The next step is that of ``state`` all the same, with the first row.
+        """
         assert self._driver is None, "a checkpoint is loaded before the first step"
+        old, first = state["ledger"], state["step"] * self._config.prompts_per_step
+        self._step, self._ledger = state["step"], emptied(old, first)
         self.stream.load_checkpoint_state(state["stream"])
+        skips = dict(state.get("skips", ()))
+        changes = self._changes(state) or self._take_over(state, skips)
+        if not changes:
+            return
+        self.stream.load_checkpoint_state(state["stream"])
+        self._places, self._skips = {}, passed_over(old, skips, first)
+        if count := len(old["groups"]):
+            tell(f"{count} prompts that were ahead of step {self._step} are drawn again: {'; '.join(changes)}")
+
+    def _changes(self, state: dict[str, Any]) -> list[str]:
+        """A phrase for each setting of now by which the groups of ``state`` would be others."""
+        old, before = state["ledger"], state.get("settings", {})  # a checkpoint of an earlier version has none
+        if changes := _differences(before, self._settings):
+            return changes
+        admitted = {group["number"]: group["admitted"] for group in old["groups"]}
+        if not self._admission.too_old(admitted, old["taken"]):
+            return []
+        return _differences(state.get("bound", {}), self._bound) or [f"max_staleness is {self._bound['max_staleness']}"]
+
+    def _take_over(self, state: dict[str, Any], skips: dict[int, int]) -> list[str]:
+        """Go on with the ledger of ``state``; a phrase where its tokens were drawn behind other prompts than those."""
+        self._skips = skips
         numbers = [group["number"] for group in state["ledger"]["groups"]]
         # Prompts that are trained on already lie among them, where a step may pass over a prompt.
         untrained = range(numbers[0], state["ledger"]["opened"]) if numbers else ()
         prompts = {number: self._prompt(number)[0] for number in untrained}
-        self._ledger = loaded(state["ledger"], prompts.__getitem__)
-        self._weights, self._step = dict(state["weights"]), state["step"]
+        ledger = loaded(state["ledger"], prompts.__getitem__)
+        if state.get("prompts", digest := _digest(ledger)) != digest:
+            return ["the tokens of their prompts are others"]
+        self._ledger, self._weights = ledger, dict(state["weights"])
         if "rewards" in state:  # a checkpoint of an earlier version has none
             self.rewards.load_checkpoint_state(state["rewards"])
+        return []
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """What decides what a group is, in JSON's types."""
+        limits = None if self._talking is None else self._talking.limits
+        sampling = asdict(self._config.sampling) | {"stop": list(self._config.sampling.stop)}
+        return {
+            "prompts_per_step": self._config.prompts_per_step,
+            **{f"sampling.{name}": value for name, value in sampling.items() if name != "seed"},
+            "greedy completions": self._greedy,
+            "partial": self._pace.partial,
+            "deterministic": self._pace.deterministic,
+            "max_turns": None if limits is None else limits.max_turns,
+            "max_tokens": None if limits is None else limits.all_tokens,
+            "the reward's fingerprint": self.rewards.fingerprint,
+        }
+
+    @property
+    def _bound(self) -> dict[str, int]:
+        """Settings of the bound: groups stay as they are under another one, as long as it holds for them."""
+        return {"max_staleness": self._admission.max_staleness, "window": self._admission.window}
 
     def close(self) -> None:
         """End the threads."""
@@ -204,7 +268,7 @@ class AheadSampler:
     def _prompt(self, number: int) -> tuple[AsPrompt, list[int]]:
         """The next row of the stream, and the seeds of its samples."""
         self._places[number] = self.stream.checkpoint_state()
-        row = self.stream.take(1)[0]
+        row = self.stream.take(1 + self._skips.get(number, 0))[-1]
         seeds = request_seeds([self._id(number)], self._samples)[0].tolist()
         # A conversation's first tokens are its environment's.
         tokens = [] if self._talking is not None else encode_prompt(self._tokenizer, Chat.of(row))
@@ -288,6 +352,16 @@ class AheadSampler:
             oldest = min((group.admitted for group in self._ledger.groups.values()), default=driver.pump.version)
             self._places = {number: place for number, place in self._places.items() if number >= self._ledger.head}
             self._weights = {version: weights for version, weights in self._weights.items() if version >= oldest}
+
+
+def _digest(ledger: Ledger) -> str:
+    """A hash of the tokens of all untrained prompts."""
+    return hashlib.sha256(repr([group.prompt.tokens for group in ledger.groups.values()]).encode()).hexdigest()[:16]
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """A phrase for each value that is another one; a name that was not there before says nothing."""
+    return [f"{name} was {before[name]} and is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
 
 
 def _as_drawn(sample: Sample) -> Drawn:

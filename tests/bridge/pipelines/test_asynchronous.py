@@ -128,7 +128,8 @@ def test_a_free_run_loses_nothing(words, run_to_end):
 def test_options_that_do_not_go_together(words, capsys):
     for more, message in [
         (["--asynchronous.partial"], "without max_staleness nothing runs ahead"),
-        (["--asynchronous.max-staleness", "1", "--asynchronous.partial"], "need the number of rounds"),
+        (["--asynchronous.max-staleness", "1", "--asynchronous.partial"], "(--asynchronous.tokens-beside N)"),
+        (["--asynchronous.max-staleness", "1", "--asynchronous.partial"], "(--asynchronous.no-deterministic)"),
         (["--asynchronous.max-staleness", "1", "--asynchronous.window", "2"], "needs deterministic=False"),
         (["--asynchronous.max-staleness", "1", "--offload", "phases"], "offload=phases"),
     ]:

@@ -4,7 +4,7 @@ import base64
 import copy
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -304,6 +304,31 @@ def loaded(state: dict[str, Any], prompt: Callable[[int], Any]) -> Ledger:
         samples = [_of(sample) for sample in group["samples"]]
         ledger.groups[number] = Group(number, prompt(number), samples, group["admitted"])
     return ledger
+
+
+def emptied(state: dict[str, Any], first: int) -> Ledger:
+    """The ledger that goes on without the groups of ``state``, which ``saved`` made. ``first``: the next number."""
+    ledger = Ledger()
+    ledger.opened, ledger.finished = first, Counter(state["finished"])
+    return ledger
+
+
+def passed_over(state: dict[str, Any], skips: Mapping[int, int], first: int) -> dict[int, int]:
+    """Number of a prompt → rows of the stream right before its own that are trained on, in the ledger of ``emptied``.
+
+    ``skips``: the same for the ledger of ``state``, from its first untrained prompt on. The stream is before that one.
+    """
+    untrained, opened = {group["number"] for group in state["groups"]}, state["opened"]
+    renumbered, number, passed = dict[int, int](), first, 0
+    for before in range(min(untrained, default=opened), max([opened, *skips]) + 1):
+        passed += skips.get(before, 0)
+        if before < opened and before not in untrained:
+            passed += 1
+            continue
+        if passed:
+            renumbered[number] = passed
+        number, passed = number + 1, 0
+    return renumbered
 
 
 def _sample(sample: Sample) -> dict[str, Any]:

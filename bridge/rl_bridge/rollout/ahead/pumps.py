@@ -1,7 +1,7 @@
 """State machines: the bound on rollouts that run ahead, the next command for an engine, the prompts of a step."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +66,22 @@ class Admission:
         """Prompts with numbers below this may go in while the rollout holds ``version``."""
         limit = (version + 1 + self.ahead) * self.prompts_per_step
         return limit if self.steps is None else min(limit, self.steps * self.prompts_per_step)
+
+    def too_old(self, admitted: Mapping[int, int], trained: Collection[int]) -> list[int]:
+        """Untrained prompts that a step could train on after the bound. None are, of those that went in by it.
+
+        ``admitted``: number of an untrained prompt → the version at which it went in, maybe by a larger bound.
+        ``trained``: the trained prompts behind the first of these.
+
+        >>> Admission(max_staleness=1, prompts_per_step=2).too_old({4: 0, 5: 1}, ())
+        [4]
+        """
+
+        def last_step(number: int) -> int:
+            behind = {*range(number + 1, number + self.window), *(later for later in trained if later > number)}
+            return (number + len(behind)) // self.prompts_per_step
+
+        return [number for number, version in admitted.items() if last_step(number) - version > self.max_staleness]
 
 
 class TrainingPump:
@@ -201,7 +217,11 @@ class Pace:
                 f"{given(self, 'rounds', 'partial', 'deterministic')}"
             )
         if self.partial and self.deterministic and self.rounds is None:
-            raise ValueError("deterministic partial rollouts need the number of rounds beside a training step")
+            raise ValueError(
+                "deterministic partial rollouts need the number of tokens drawn beside a training step: give "
+                "tokens_beside (--asynchronous.tokens-beside N), or deterministic=False "
+                "(--asynchronous.no-deterministic)"
+            )
 
 
 class RolloutPump:
