@@ -213,7 +213,7 @@ class AheadSampler:
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
-        """What decides what a group is, in JSON's types."""
+        """Settings that decide what a group is, in the types of JSON."""
         limits = None if self._talking is None else self._talking.limits
         sampling = asdict(self._config.sampling) | {"stop": list(self._config.sampling.stop)}
         return {
