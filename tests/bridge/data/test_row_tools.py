@@ -116,7 +116,8 @@ def prompt_tokens(tokenizer, row):
     """Command or part of one → the tokens of the row's prompt."""
     (trajectory,) = completions(Engine(tokenizer))([row], SamplingParams(max_new_tokens=1))
     assert trajectory.tools == tuple(tools_of(row))
-    ahead = SimpleNamespace(_places={}, stream=RowStream([row], 0), _samples=1, _talking=None, _tokenizer=tokenizer)
+    ahead = SimpleNamespace(_places={}, _skips={}, stream=RowStream([row], 0), _samples=1, _talking=None)
+    ahead._tokenizer = tokenizer
     ahead._id = lambda number: (number,)
     session = Session(lambda: Interact(lambda messages: []))
     talk = Conversation(Opening(request_id=(0,), seed=0, row=row))
