@@ -369,6 +369,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     engine = arguments.engine or ("in_process" if precision == "int8" and arguments.prompts else "none")
     if engine != "none" and arguments.prompts is None:
         raise ValueError(f"--engine {engine} samples completions: give --prompts FILE")
+    if engine == "none":
+        unread = [f"--{name}" for name in ("prompts", "most") if getattr(arguments, name) is not None]
+        if unread:
+            raise ValueError(
+                f"without an engine only weights are measured, and nothing reads {' and '.join(unread)}: give --engine "
+                f"{'in_process or vllm' if precision == 'int8' else 'vllm'} with --prompts FILE"
+            )
     budget = verify(
         arguments.model,
         precision,
@@ -383,10 +390,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         write_json(arguments.json, budget)
     say("\n".join(lines(budget)))
-    above = arguments.most is not None and budget.get("rollout", {}).get("mean", 0.0) > arguments.most
-    if above:
+    within = arguments.most is None or budget["rollout"]["mean"] <= arguments.most
+    if not within:
         say(f"the mean log-probability error is above {arguments.most:g} nats")
-    return int(above)
+    return int(not within)
 
 
 def read_prompts(path: Path) -> list[Any]:

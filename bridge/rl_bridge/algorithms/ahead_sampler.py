@@ -18,6 +18,7 @@ from rl_bridge.data.messages import Chat
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import Request, Trajectory
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.environments.factories import fingerprint_of
 from rl_bridge.models.encoding import encode_prompt
 from rl_bridge.rewards import Rewards
 from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
@@ -28,6 +29,7 @@ from rl_bridge.rollout.conversations import Opening
 from rl_bridge.rollout.decoder import Drawn
 from rl_bridge.rollout.rollout_worker import completed
 from rl_bridge.rollout.sampling import request_seeds
+from rl_bridge.run.provenance import of_rows
 from rl_fn import Objective
 
 Result = TypeVar("Result")
@@ -84,6 +86,8 @@ class AheadSampler:
         self._admission, self._pace, self._lazy = admission, pace, lazy
         self._lanes = Lanes(rollout, replace(config.sampling, n=1), self._samples)
         self._patience, self._talking = patience, talking
+        # Of the environment's file as it is now: edits are for another run.
+        self._environment = None if talking is None else fingerprint_of(talking.environment)
         self._talks: Talks | None = None
         self._ledger, self._step, self._training = Ledger(), 0, False
         self._weights: dict[int, int] = {}
@@ -197,7 +201,7 @@ class AheadSampler:
         return _differences(state.get("bound", {}), self._bound) or [f"max_staleness is {self._bound['max_staleness']}"]
 
     def _take_over(self, state: dict[str, Any], skips: dict[int, int]) -> list[str]:
-        """Go on with the ledger of ``state``; a phrase where its tokens were drawn behind other prompts than those."""
+        """Go on with the ledger of ``state``; a phrase where its groups are of other rows or prompts than those."""
         self._skips = skips
         numbers = [group["number"] for group in state["ledger"]["groups"]]
         # Prompts that are trained on already lie among them, where a step may pass over a prompt.
@@ -205,7 +209,7 @@ class AheadSampler:
         prompts = {number: self._prompt(number)[0] for number in untrained}
         ledger = loaded(state["ledger"], prompts.__getitem__)
         if state.get("prompts", digest := _digest(ledger)) != digest:
-            return ["the tokens of their prompts are others"]
+            return ["their rows, or the tokens of their prompts, are others"]
         self._ledger, self._weights = ledger, dict(state["weights"])
         if "rewards" in state:  # a checkpoint of an earlier version has none
             self.rewards.load_checkpoint_state(state["rewards"])
@@ -224,7 +228,10 @@ class AheadSampler:
             "deterministic": self._pace.deterministic,
             "max_turns": None if limits is None else limits.max_turns,
             "max_tokens": None if limits is None else limits.all_tokens,
+            "seed": self._seed,
+            "environment": self._environment,
             "the reward's fingerprint": self.rewards.fingerprint,
+            "none": self.rewards.none,
         }
 
     @property
@@ -355,8 +362,10 @@ class AheadSampler:
 
 
 def _digest(ledger: Ledger) -> str:
-    """A hash of the tokens of all untrained prompts."""
-    return hashlib.sha256(repr([group.prompt.tokens for group in ledger.groups.values()]).encode()).hexdigest()[:16]
+    """A hash of the rows and the tokens of all untrained prompts."""
+    prompts = [group.prompt for group in ledger.groups.values()]
+    content = of_rows([prompt.row for prompt in prompts]), [prompt.tokens for prompt in prompts]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

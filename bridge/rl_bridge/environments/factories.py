@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.user_files import load_file, required_arguments
-from rl_bridge.common.user_marks import content_of, sources_of
+from rl_bridge.common.user_marks import content_of, mark_of, sources_of
 from rl_bridge.data.trajectory import Message
 from rl_bridge.environments.environment import Environment, EnvironmentFactory, Step
 from rl_bridge.models.encoding import messages_of
@@ -233,6 +233,11 @@ def require_here(factory: EnvironmentFactory) -> None:
     """Refuse a machine that lacks the factory's file, if the factory is of one; see ``FileFactory.require_file``."""
     if isinstance(factory, FileFactory):
         factory.require_file()
+
+
+def fingerprint_of(factory: EnvironmentFactory) -> str:
+    """Changes where an environment's file or its imports do, a server's address, or a tool; not where a file lies."""
+    return f"{factory.name}:{factory.content}" if isinstance(factory, FileFactory) else mark_of(factory)
 
 
 _lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)

@@ -256,11 +256,30 @@ def _ordered(value: Any) -> Any:
         alike |= all(isinstance(member, Real) and member == member for member in members)
         return sorted(members, key=None if alike else repr)
     if isinstance(value, dict):
-        return {key: _ordered(member) for key, member in value.items()}
+        keys, members = list(map(_ordered_key, value)), list(map(_ordered, value.values()))
+        return value if _same(keys, value) and _same(members, value.values()) else dict(zip(keys, members, strict=True))
     if isinstance(value, list | tuple):
-        members = [_ordered(member) for member in value]
-        return tuple(members) if type(value) is tuple else members
+        members = list(map(_ordered, value))
+        if _same(members, value):
+            return value
+        make: Any = getattr(type(value), "_make", tuple if isinstance(value, tuple) else list)  # a named tuple's own
+        return make(members)
     return value
+
+
+def _ordered_key(key: Any) -> Any:
+    """A key of a dictionary with tuples in place of its sets: a list is no key."""
+    if isinstance(key, frozenset):
+        return tuple(_ordered(key))
+    if not isinstance(key, tuple):
+        return key
+    members = tuple(map(_ordered_key, key))
+    return key if _same(members, key) else members
+
+
+def _same(after: Iterable[Any], before: Iterable[Any]) -> bool:
+    """Whether each is the very object of before."""
+    return all(new is old for new, old in zip(after, before, strict=True))
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, Scala
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
 from rl_bridge.environments import EnvironmentFactory
+from rl_bridge.environments.factories import fingerprint_of
 from rl_bridge.environments.functions import Parse
 from rl_bridge.loop.data import Rows, name_unread
 from rl_bridge.loop.groups import Groups, loaded_rewards
@@ -109,9 +110,11 @@ class Ahead:
         self._of_rewards = {"scalar": asdict(config.scalar), "overlong_buffer": overlong_buffer, "none": none}
         self._engines = PolicyEngines(policy=policy.engine, rollout=rollout.engine)
         self._limits, conversations = dict[str, Any](), None
+        self._environment = dict[str, str]()
         if environment is not None or tools:
             factory = rollout.environment_of(rows.rows, environment, tools, parse)
             self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
+            self._environment = {"environment": fingerprint_of(factory)}
             waiting: dict[str, Any] = {"step_timeout": step_timeout, "processes": processes}
             tokenizer, turn_tokens = rollout.model.tokenizer, sampling.max_new_tokens
             conversations = talking(rollout.engine, factory, tokenizer, turn_tokens, **self._limits, **waiting)
@@ -174,5 +177,5 @@ class Ahead:
         return {"sampling": sampling, **of_ahead, "rewards": json.loads(json.dumps(self._of_rewards))}
 
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the rows, and of the rewards with their weights."""
-        return self.rows.fingerprints() | {"reward": self._rewards.fingerprint}
+        """Hashes of the rows, of the rewards with their weights, and of the environment or the tools."""
+        return self.rows.fingerprints() | {"reward": self._rewards.fingerprint} | self._environment

@@ -95,7 +95,8 @@ class Rewards:
         ``none`` "leave-out": a reward that returns None does not apply to the completion. The others make its number,
         and a completion without any is left out and counted.
         """
-        self._none = none
+        self.none: OnNone = none
+        """What becomes of a reward that is None."""
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._settled: set[int] = set()
@@ -177,7 +178,7 @@ class Rewards:
 
         The values of the first call that has any show the names; None is that of all names.
         """
-        leaves_out, settled = self._none == "leave-out", place in self._settled
+        leaves_out, settled = self.none == "leave-out", place in self._settled
         results, names = list[dict[str, float]](), dict.fromkeys(self._names[place] if settled else ())
         for trajectory, values in zip(trajectories, _awaited(reward, trajectories), strict=True):
             where = trajectory.row.get("_where", "a row")

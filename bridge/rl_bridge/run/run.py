@@ -172,6 +172,8 @@ class Run:
         self._bar: tqdm | None = None
         self._room = NARROW
         self._stage, self._updated = "", None
+        self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful]] | None = None
+        """Stage, steps and state of a step that the loop left behind its record and before its checkpoint."""
         self._step_started = 0.0
         if lost := self._lose_best():
             self.note(f"{lost}: the best of the steps that follow takes its place")
@@ -221,6 +223,7 @@ class Run:
         first = 0
         if stage in self._finished:
             return
+        self._save_best()
         if self._stage not in ("", stage, *self._finished):
             self._finished = [*self._finished, self._stage]  # the loop left that stage before its last step
         self._stage, self._updated = stage, _updated(state)
@@ -243,8 +246,13 @@ class Run:
             bar_format=NARROW_BAR if narrow else None,
         )
         for step in range(first, total):
-            self._step_started = time.monotonic()
-            yield step
+            self._step_started, before = time.monotonic(), self._recorder.logged
+            try:
+                yield step
+            except GeneratorExit:
+                if self._recorder.logged > before:
+                    self._unsaved = stage, step + 1, state
+                raise
             self._bar.update()
             done = step + 1
             stop, cause = self._signals.number, self._skips.cause()
@@ -300,6 +308,7 @@ class Run:
         ``engines``: by their names in the ``state`` of ``steps``. One that is damaged or gone is noted: the run has its
         result all the same.
         """
+        self._save_best()
         self._checkpointer.wait()
         if (lost := self._lose_best() or self.best_lost) is not None:
             self.note(f"{lost}: the engines stay as they are")
@@ -307,6 +316,12 @@ class Run:
             return None
         self._checkpointer.load(self._checkpointer.path(self._best.record), engines)
         return self._best.value
+
+    def _save_best(self) -> None:
+        """The checkpoint of the best step, if that is the one which the loop left."""
+        unsaved, self._unsaved = self._unsaved, None
+        if unsaved is not None and self._best.is_new(self._recorder.logged):
+            self._save(*unsaved)
 
     @property
     def best_lost(self) -> str | None:

@@ -138,6 +138,9 @@ async def count_later():
     yield 1
 
 
+Named = collections.namedtuple("Named", "day n")
+
+
 def nested(levels):
     value = []
     for _ in range(levels):
@@ -168,6 +171,12 @@ async def later(value):
         (collections.defaultdict(set, {"of": set("edcba")}), '{"of": ["a", "b", "c", "d", "e"]}'),
         (collections.namedtuple("Found", "names")({"b", "a"}), '[["a", "b"]]'),
         ({frozenset("ab"), frozenset("dc")}, '[["a", "b"], ["c", "d"]]'),
+        # What JSON cannot hold is shown by Python, with its labels.
+        (Named(datetime.date(2020, 1, 1), 3), "Named(day=datetime.date(2020, 1, 1), n=3)"),
+        (Named(datetime.date(2020, 1, 1), {"b", "a"}), "Named(day=datetime.date(2020, 1, 1), n=['a', 'b'])"),
+        (collections.defaultdict(int, {(1, 2): 3}), "defaultdict(<class 'int'>, {(1, 2): 3})"),
+        ({frozenset("edcba"): 1}, "{('a', 'b', 'c', 'd', 'e'): 1}"),
+        ({(2, frozenset("edcba")): {1}}, "{(2, ('a', 'b', 'c', 'd', 'e')): [1]}"),
         ({"places": frozenset("edcba")}, '{"places": ["a", "b", "c", "d", "e"]}'),
         (datetime.date(2020, 1, 1), "2020-01-01"),
         ({(1, 2): 3}, "{(1, 2): 3}"),

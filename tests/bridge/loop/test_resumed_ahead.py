@@ -66,6 +66,33 @@ def test_groups_ahead_of_a_checkpoint_are_drawn_again_with_the_new_settings(mode
     assert max(times) - min(times) <= 1
 
 
+PAYS = """
+from rl_bridge.environments import Step
+
+class Pays:
+    def reset(self, row):
+        return [{"role": "user", "content": row["prompt"]}]
+
+    def step(self, messages):
+        return Step(messages=[{"role": "user", "content": "1+"}], reward=AMOUNT)
+"""
+
+
+def test_another_environment_is_refused_and_resumed_anyway_holds_its_conversations_again(model, tmp_path, capsys):
+    file, options = tmp_path / "pays.py", {"environment": f"{tmp_path / 'pays.py'}:Pays", "max_turns": 2}
+    paid = {}
+    for amount in (1.0, 2.0):
+        file.write_text(PAYS.replace("AMOUNT", str(amount)))
+        if amount == 2.0:
+            with pytest.raises(ValueError, match="environment"):
+                loop(model, tmp_path, resume=True, **options)
+        capsys.readouterr()
+        groups = loop(model, tmp_path, until=3 if amount == 1.0 else STEPS, anyway=amount == 2.0, **options)
+        paid[amount] = {reward for step in groups for t in step.trajectories for reward in t.turn_rewards if reward}
+    assert "prompts that were ahead of step 3 are drawn again: environment was Pays:" in capsys.readouterr().out
+    assert paid == {1.0: {1.0}, 2.0: {2.0}}
+
+
 @pytest.mark.parametrize(
     "option", ["tokens_beside (--asynchronous.tokens-beside N)", "(--asynchronous.no-deterministic)"]
 )

@@ -172,6 +172,33 @@ def test_the_best_step_stays_and_comes_back(tmp_path, engine):
     assert names(folder / "checkpoints") == ["step-00000002", "step-00000008"] and engine.value() == 1.0
 
 
+@pytest.mark.parametrize("after", ["nothing", "a step without a record", "another stage"])
+def test_the_best_step_comes_back_where_the_loop_leaves_behind_its_record(tmp_path, engine, after):
+    """Its checkpoint is written at the step's end, which such a loop does not reach: the best was called lost."""
+    with Run(tmp_path / "run", Options(), checkpoint_every=100) as run:
+        run.keep_best("held_out")
+        for step in run.steps("only", 8, state={"policy": engine}):
+            if after == "a step without a record" and step == 3:
+                engine.optimizer_step(9.0)
+                break
+            engine.optimizer_step(float(step))
+            run.log(step, {"held_out": SCORES[step] if step < 2 else 0.7})
+            if after != "a step without a record" and step == 2:
+                break
+        if after == "another stage":
+            for step in run.steps("next", 2, state={"policy": engine}):
+                engine.optimizer_step(7.0)
+                run.log(step, {"reward": 1.0})
+        assert run.load_best({"policy": engine}) == 0.7 and run.best_lost is None
+        assert engine.value() == 2.0
+    assert not [line for line in lines(tmp_path / "run") if "note" in line]
+    # A run that is taken up goes on behind the step that was left.
+    with Run(tmp_path / "run", Options(), resume=True) as run:
+        assert next(run.steps("next" if after == "another stage" else "only", 8, state={"policy": engine})) == (
+            2 if after == "another stage" else 3
+        )
+
+
 def flip(path):
     file = path / "policy" / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")

@@ -121,6 +121,13 @@ def test_errors_of_weights_by_precision(folder):
     [
         (("verify", "-m", "M", "--fn", "fp8", "--engine", "in_process", "--prompts", "P"), "needs --engine vllm"),
         (("verify", "-m", "M", "--engine", "in_process"), "give --prompts FILE"),
+        # Nothing was measured, and the exit status was 0: a limit that a gate relies on.
+        (
+            ("verify", "-m", "M", "--fn", "fp8", "--prompts", "P", "--most", "0.05"),
+            "--prompts and --most: give --engine vllm",
+        ),
+        (("verify", "-m", "M", "--most", "0.05"), "nothing reads --most: give --engine in_process or vllm"),
+        (("verify", "-m", "M", "--engine", "none", "--prompts", "P"), "nothing reads --prompts"),
         (("profile", "-q", "M", "-o", "x"), "give --model"),
     ],
 )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_bridge.models.stored_tensors import SafetensorsFolder
+from rl_bridge.rollout.vllm.lora_adapters import of_module
 from rl_bridge.rollout.vllm.weight_copies import ADAPTER_FILE
 
 _CHUNK = 512
@@ -133,10 +134,12 @@ def against_checkpoint(model: nn.Module, folder: Path, dtype: torch.dtype) -> He
 
 
 def against_adapter(model: nn.Module, folder: Path) -> Held:
-    """The factors of the one adapter of an engine's model against those in a folder, B times α/r or α/√r."""
+    """The factors of the one adapter of an engine's model against those in a folder, B times α/r or α/√r.
+
+    α and r are those of peft for each module, whose name a pattern may match.
+    """
     config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-    rank, root = config["r"], 0.5 if config.get("use_rslora") else 1.0
-    scaling = config["lora_alpha"] / rank**root
+    root = 0.5 if config.get("use_rslora") else 1.0
     stored = SafetensorsFolder.of_file(folder / ADAPTER_FILE)
     left, compared, different = set(stored.shapes), 0, dict[str, str]()
     for path, module in model.named_modules():
@@ -160,6 +163,8 @@ def against_adapter(model: nn.Module, folder: Path) -> Held:
             if factors[0] in stored.shapes:
                 down, up = (stored.read(name, ()).to(expected[0].dtype) for name in factors)
                 expected[0][: len(down)] = down[:, piece.columns]
+                adapted = piece.name.removeprefix(_PEFT)
+                scaling = of_module(adapted, config, "lora_alpha") / of_module(adapted, config, "r") ** root
                 expected[1][:, : up.shape[1]] = (up if scaling == 1 else up * scaling)[piece.rows]
                 left -= set(factors)
             for name, got, whole in zip(factors, (a[0, 0], b[0, 0]), expected, strict=True):

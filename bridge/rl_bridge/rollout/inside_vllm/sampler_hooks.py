@@ -80,11 +80,14 @@ class Draws:
         sampler.forward = partial(self._draw, sampler.forward)
 
     def take_allowed(self, request_id: str, count: int) -> list[array]:
-        """The ids that were allowed at each of the request's ``count`` draws, rising; they are forgotten here."""
+        """The ids that were allowed at each of the request's ``count`` draws, rising; they are forgotten here.
+
+        Raises:
+            RuntimeError: fewer draws were seen.
+        """
         allowed = self._allowed.pop(request_id, [])[:count]
-        assert len(allowed) == count, (
-            f"{len(allowed)} draws of request {request_id} were seen, and it has {count} tokens"
-        )
+        if len(allowed) != count:
+            raise RuntimeError(f"{len(allowed)} draws of request {request_id} were seen, and it has {count} tokens")
         return allowed
 
     def take_noted(self, request_id: str) -> list[array]:

@@ -343,9 +343,9 @@ class ServedDecoder(Decoder):
         Raises:
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
-        longest = self._engine.limits().longest
-        longest = longest if self._longest is None else min(longest, self._longest)
-        check_row(tokens, limit=limit, drawn=drawn, longest=longest)
+        limits = self._engine.limits()
+        longest = limits.longest if self._longest is None else min(limits.longest, self._longest)
+        check_row(tokens, limit=limit, drawn=drawn, longest=longest, vocabulary=limits.vocabulary)
         text = None if self._texts is None else self._texts.begin(tokens[len(tokens) - said :])
         sampling = self._sampling.greedily() if greedy else self._sampling
         self._go_on(_Row(key, tuple(tokens), seed, drawn, min(limit, longest - len(tokens)), text, sampling))

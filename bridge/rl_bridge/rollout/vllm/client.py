@@ -191,6 +191,11 @@ class InProcessEngine:
         """Whether ``step`` has more to give."""
         return bool(self._running)
 
+    @property
+    def running(self) -> int:
+        """Requests whose end was not given out."""
+        return len(self._running)
+
     def close(self) -> None:
         """Close the engine and forget its requests."""
         engine, self.engine = self.engine, None

@@ -42,7 +42,7 @@ def expected_adapter(sent: Manifest, checkpoint: Mapping[str, TensorSpec], rank:
         module = name.removesuffix(".weight")
         if len(spec.shape) != 2 or module == name or not _targeted(module, config["target_modules"]):
             continue
-        module_rank = _rank_of(module, config)
+        module_rank = int(of_module(module, config, "r"))
         (out, width) = spec.shape
         specs[f"{PREFIX}{module}.lora_A.weight"] = TensorSpec((module_rank, width), dtype)
         specs[f"{PREFIX}{module}.lora_B.weight"] = TensorSpec((out, module_rank), dtype)
@@ -75,12 +75,15 @@ def _targeted(module: str, targets: Any) -> bool:
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def _rank_of(module: str, config: Mapping[str, Any]) -> int:
-    """The module's rank in peft: that of the first pattern that the end of the name matches, else ``r``."""
-    for pattern, rank in (config.get("rank_pattern") or {}).items():
+_PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
+
+
+def of_module(module: str, config: Mapping[str, Any], name: str) -> float:
+    """``r`` or ``lora_alpha`` of a module in peft: of the first pattern that its name's end matches, else the common."""
+    for pattern, value in (config.get(_PATTERNS[name]) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
-            return rank
-    return config["r"]
+            return value
+    return config[name]
 
 
 NAME = "rl_fn"

@@ -105,11 +105,20 @@ class RankDraws(Draws):
             outputs = step()
             # Read at once: the notes of an engine that dies are gone, and its outputs may be given out later.
             if ended := [output.request_id for output in outputs if output.finished]:
-                for name, rows in engine.collective_rpc("rl_fn_noted", args=(ended,))[0].items():
-                    self._allowed[name] = [array("i", ids) for ids in rows]
+                self._note(ended)
             return outputs
 
         engine.step = step_and_note
+
+    def take_allowed(self, request_id: str, count: int) -> list[array]:
+        """The ids that were allowed at each draw; those of a request that was withdrawn are read now."""
+        if request_id not in self._allowed:
+            self._note([request_id])
+        return super().take_allowed(request_id, count)
+
+    def _note(self, names: list[str]) -> None:
+        for name, rows in self._engine.collective_rpc("rl_fn_noted", args=(names,))[0].items():
+            self._allowed[name] = [array("i", ids) for ids in rows]
 
     def forget(self, request_id: str) -> None:
         """Drop the notes of a request that ended otherwise, in every rank."""

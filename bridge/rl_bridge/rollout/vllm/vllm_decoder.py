@@ -24,6 +24,11 @@ class Outbox:
         self._numbers = itertools.count()
         self._owners: dict[str, weakref.ref[VLLMDecoder]] = {}
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows: vLLM itself would embed a row of its padding."""
+        return self._engine.limits().vocabulary
+
     def add(self, owner: "VLLMDecoder", prompt: Sequence[int], params: Any) -> str:
         """Put a request into the engine; returns its name there."""
         name = f"rl_fn-{next(self._numbers)}"
@@ -136,7 +141,7 @@ class VLLMDecoder(Decoder):
         Raises:
             ValueError: for no tokens, a limit below 1, or a sequence that the engine cannot hold.
         """
-        check_row(tokens, limit=limit, drawn=drawn, longest=self._longest)
+        check_row(tokens, limit=limit, drawn=drawn, longest=self._longest, vocabulary=self._outbox.vocabulary)
         from rl_bridge.rollout.vllm.vllm_engine import vllm_sampling  # and vLLM with it
 
         whole = self._texts is None
@@ -165,7 +170,7 @@ class VLLMDecoder(Decoder):
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         names = [name for name, (key, _) in self._keys.items() if keys is None or key in keys]
-        return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]
+        return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]  # or "stop", by its text
 
     def finished(self, output: Any) -> None:
         """Take a finished request from the outbox."""
@@ -183,19 +188,26 @@ class VLLMDecoder(Decoder):
 
     def stops(self, output: Any) -> bool:
         """Whether the row's text is complete with the tokens that it has."""
+        return self._end(output) is not None
+
+    def _end(self, output: Any) -> int | None:
+        """The number of tokens with which the row's text was complete; the engine may have drawn more since then."""
         text = self._said.get(output.request_id)
-        return text is not None and text.complete(output.outputs[0].token_ids)
+        return None if text is None else text.end(output.outputs[0].token_ids)
 
     def _drawn(self, output: Any, reason: Literal["stop", "length", "abort"]) -> Drawn:
+        """The row as it leaves, up to the token that completed its text."""
         [completion] = output.outputs
-        tokens, name = list(completion.token_ids), output.request_id
+        name, end = output.request_id, self._end(output)
+        tokens = list(completion.token_ids)[:end]
+        reason = reason if end is None else "stop"
         # The greedy choice has probability 1 in the sampled distribution; vLLM reports the model's probability.
         key, sampling = self._keys.pop(name)
         logprobs = [0.0] * len(tokens) if sampling.temperature == 0 else logprobs_of(completion, tokens)
         allowed = self._outbox.draws.take_allowed(name, len(tokens)) if truncation(sampling) else None
         versions = [int(span.version) for span in completion.weight_versions or () for _ in range(span.start, span.end)]
         self._said.pop(name, None)
-        return Drawn(key, tokens, logprobs, allowed or None, reason, versions)
+        return Drawn(key, tokens, logprobs, allowed or None, reason, versions[:end])
 
 
 class _Said:
@@ -205,24 +217,25 @@ class _Said:
         self._texts, self._before = texts, list(said)
         self._again()
 
-    def complete(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop text is complete with the last of the ``tokens`` that the row has drawn."""
+    def end(self, tokens: Sequence[int]) -> int | None:
+        """The number of the first token with which a stop text is complete, among those that the row has drawn."""
         tokens = list(tokens)
         if tokens[: len(self._seen)] != self._seen:
             self._again()  # the engine was replaced, and draws the row anew
         for token in tokens[len(self._seen) :]:
-            self._found = self._text.add(token) is not None
             self._seen.append(token)
-        return self._found
+            if self._text.add(token) is not None and self._end is None:
+                self._end = len(self._seen)
+        return self._end
 
     def _again(self) -> None:
-        self._text, self._found = self._texts.begin(self._before), False
+        self._text, self._end = self._texts.begin(self._before), None
         self._seen: list[int] = []
 
 
 def logprobs_of(completion: Any, tokens: Sequence[int]) -> list[float]:
-    """The log-probability of each drawn token."""
+    """The log-probability of each of the first ``tokens`` that were drawn."""
     flat = completion.logprobs
-    firsts = flat.start_indices
+    firsts = flat.start_indices[: len(tokens)]
     assert [flat.token_ids[first] for first in firsts] == list(tokens), "vLLM's first entry is the drawn token's"
     return [flat.logprobs[first] for first in firsts]

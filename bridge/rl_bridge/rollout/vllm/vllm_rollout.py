@@ -89,8 +89,8 @@ class VLLMRollout(ProvedRollout):
         Weights take keys and values along. On a CPU everything is in host memory already, and stays.
 
         Raises:
-            ValueError: weights without values ("meta"), which an engine that runs cannot have: release it instead; or
-                an engine without sleep mode (``VLLMOptions.sleep``).
+            ValueError: weights without values ("meta"), which an engine that runs cannot have: release it instead; an
+                engine without sleep mode (``VLLMOptions.sleep``); or one with requests, which need their keys and values.
         """
         if device.type == "meta":
             raise ValueError(f"an engine of vLLM that lives keeps its {what}: release() it, or move it to the CPU")
@@ -110,5 +110,9 @@ class VLLMRollout(ProvedRollout):
             engine.sleep(level=1, mode="keep")  # keep: requests that run go on afterwards
             self._asleep |= {"weights", "kv_cache"}
         elif what == "kv_cache" and not self._asleep:
+            if count := self._client.running:
+                raise ValueError(f"{count} requests are in the engine, whose keys and values they need: take them out")
+            # vLLM wants a pause first; waking up ends the pause.
+            engine.engine_core.engine_core.pause_scheduler("keep", clear_cache=True)  # type: ignore[attr-defined]
             engine.release_kv_cache_memory()
             self._asleep.add("kv_cache")

@@ -69,7 +69,7 @@ def digits(completion, row):
     return float(sum(character in "02468" for character in completion))
 
 
-def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, objective=None, **options):
+def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, objective=None, seed=5, **options):
     admission = Admission(
         max_staleness=staleness, prompts_per_step=config.prompts_per_step, window=window, steps=config.steps
     )
@@ -82,7 +82,7 @@ def ahead(rollout, *, staleness, pace, reward=digits, window=1, config=CONFIG, o
         stream=stream,
         objective=objective,
         config=config,
-        seed=5,
+        seed=seed,
         admission=admission,
         pace=pace,
         **options,

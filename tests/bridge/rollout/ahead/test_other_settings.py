@@ -11,6 +11,7 @@ import pytest
 import rl_fn
 from rl_bridge.data.rows import RowStream
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.ledger import passed_over
 from rl_bridge.rollout.ahead.pumps import Pace
@@ -21,6 +22,7 @@ from tests.bridge.rollout.ahead.runs import (
     TOKENIZER,
     Weights,
     ahead,
+    digits,
     in_step,
     shown,
     steps_of,
@@ -208,13 +210,57 @@ def test_another_reward_is_asked_about_what_is_drawn_again(capsys):
         assert all(t.rewards == other(t.completion, t.row) for t in step.trajectories)
 
 
+OTHER_ROWS = "their rows, or the tokens of their prompts, are others"
+
+
+def near(completion, row):
+    return float(len(completion) - int(row["answer"]))
+
+
+def test_rewards_of_other_answers_are_none_of_the_rows(capsys, monkeypatch):
+    """Only the answers of the data were corrected: groups in hand had been scored by the old ones."""
+    _, state = run(range(DONE), reward=near)
+    monkeypatch.setattr("tests.bridge.rollout.ahead.runs.ROWS", [row | {"answer": "1000"} for row in ROWS])
+    after, _ = run(range(DONE, CONFIG.steps), state, reward=near)
+    assert f"are drawn again: {OTHER_ROWS}\n" in capsys.readouterr().out
+    for trajectory in shown(after):
+        assert trajectory.row["answer"] == "1000" and trajectory.rewards == {
+            "reward": near(trajectory.completion, trajectory.row)
+        }
+
+
+def test_a_row_from_elsewhere_that_says_the_same_is_the_same(capsys, monkeypatch):
+    steps = range(DONE, CONFIG.steps)
+    whole, _ = run(range(CONFIG.steps))
+    _, state = run(range(DONE))
+    moved = [row | {"_where": f"elsewhere, {row['_where']}"} for row in ROWS]
+    monkeypatch.setattr("tests.bridge.rollout.ahead.runs.ROWS", moved)
+    after = shown(run(steps, state)[0])
+    assert [t.tokens for t in after] == [t.tokens for t in shown(whole)[DONE * 6 :]]
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"seed": 6}, "seed was 5 and is 6"),
+        ({"reward": load(digits, none="leave-out")}, "none was refuse and is leave-out"),
+    ],
+)
+def test_another_seed_or_rule_for_a_reward_that_is_none_draws_again(capsys, options, line):
+    _, state = run(range(DONE), reward=load(digits))
+    after, _ = run(range(DONE, CONFIG.steps), state, **{"reward": load(digits)} | options)
+    assert f"are drawn again: {line}\n" in capsys.readouterr().out
+    assert_whole(after, CONFIG)
+
+
 def test_tokens_behind_another_prompt_are_drawn_again(capsys, monkeypatch):
     """Rows may be as many as before and say something else."""
     _, state = run(range(DONE))
     rows = [row | {"prompt": f"{place}="} for place, row in enumerate(ROWS)]
     monkeypatch.setattr("tests.bridge.rollout.ahead.runs.ROWS", rows)
     after, _ = run(range(DONE, CONFIG.steps), state)
-    assert "are drawn again: the tokens of their prompts are others\n" in capsys.readouterr().out
+    assert f"are drawn again: {OTHER_ROWS}\n" in capsys.readouterr().out
     assert_whole(after, CONFIG)
     rollout = opened()
     plain = in_step(rollout)

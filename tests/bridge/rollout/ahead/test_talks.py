@@ -194,6 +194,55 @@ def test_an_environment_that_answers_otherwise_the_second_time_begins_its_conver
     assert len(set(ids)) == len(ids) == CONFIG.steps * 6
 
 
+class Minus(Counts):
+    """Another environment: what Counts gives it takes."""
+
+    def step(self, messages):
+        step = super().step(messages)
+        return replace(step, reward=-step.reward)
+
+
+OTHERS = {
+    "prompts": ([row | {"prompt": f"{place}{place}="} for place, row in enumerate(ROWS)], {}, "their rows, or "),
+    "answers": ([row | {"answer": "7"} for row in ROWS], {}, "their rows, or "),
+    "environment": (ROWS, {"environment": Minus}, "environment was Counts:"),
+    "turns": (ROWS, {"limits": Limits(max_turns=2, turn_tokens=6, all_tokens=60)}, "max_turns was 4 and is 2"),
+    "tokens": (ROWS, {"limits": Limits(max_turns=4, turn_tokens=6, all_tokens=30)}, "max_tokens was 60 and is 30"),
+}
+
+
+@pytest.mark.parametrize("pace", [PARTIAL, FREE])
+@pytest.mark.parametrize("change", OTHERS)
+def test_conversations_ahead_are_held_again_where_rows_or_environments_are_others(
+    rollout, monkeypatch, capsys, change, pace
+):
+    """Those that had ended went on with their old turns beside new ones of the same group, of another prompt."""
+    rows, options, line = OTHERS[change]
+    given = {"reward": load(("environment",)), "config": OF_TURNS, "pace": pace, "staleness": 2}
+    sampler = ahead(rollout, talking=talking(), **given)
+    steps_of(sampler, Weights(), rollout, range(2))
+    state = json.loads(json.dumps(sampler.checkpoint_state()))
+    sampler.close()
+    samples = [sample for group in state["ledger"]["groups"] for sample in group["samples"]]
+    assert any(sample["turns"] for sample in samples)
+    monkeypatch.setattr("tests.bridge.rollout.ahead.runs.ROWS", rows)
+    held = replace(talking(), **options)
+    rollout, policy = InferenceEngine(Rollout).build(), Weights()  # a run has an engine of its own
+    sampler = ahead(rollout, talking=held, **given)
+    sampler.load_checkpoint_state(state)
+    assert f"prompts that were ahead of step 2 are drawn again: {line}" in capsys.readouterr().out
+    policy.step = 2
+    made = steps_of(sampler, policy, rollout, STEPS[2:])
+    sampler.close()
+    sign = -1 if change == "environment" else 1
+    for step in made:
+        for place, trajectory in enumerate(step.trajectories):
+            assert trajectory.row in rows and trajectory.row == step.trajectories[place // 2 * 2].row
+            assert TOKENIZER.decode(trajectory.tokens).lstrip().startswith(trajectory.row["prompt"])
+            assert all(sign * reward >= 0 for reward in trajectory.turn_rewards if reward is not None)
+            assert trajectory.turns <= held.limits.max_turns and len(trajectory.tokens) <= held.limits.all_tokens
+
+
 def test_environments_that_fail_take_no_part_and_all_of_them_end_the_run(run):
     class Fails(Counts):
         def step(self, messages):

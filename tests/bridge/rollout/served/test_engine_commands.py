@@ -212,6 +212,12 @@ def test_a_row_ends_where_the_engine_or_the_model_ends_whichever_is_first(longes
     assert len(finish(decoder)["row"].tokens) == 2
 
 
+@pytest.mark.parametrize("token", [-1, 13])
+def test_a_token_that_the_model_lacks_is_refused(token):
+    with pytest.raises(ValueError, match=f"{token} is no token of the model, which knows those from 0 to 12"):
+        ServedDecoder(engine_of(Opened()), SAMPLING, stop=()).add("strange", [3, token], seed=0, limit=1)
+
+
 @pytest.mark.parametrize("stamped", [True, False])
 def test_a_row_has_the_versions_of_its_tokens_where_the_server_says_them(stamped):
     decoder = begun(engine_of(Opened(versions=stamped)))

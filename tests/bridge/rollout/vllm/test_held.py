@@ -164,7 +164,7 @@ def is_cut(name):
     return any(f"{one}_proj" in name for one in (("o", "down") if "lora_A" in name else ("q", "gate", "up")))
 
 
-def adapted_engine_of(factors, rank, scaling):
+def adapted_engine_of(factors, rank, scaling_of):
     """What rank ``rank`` of two holds of an adapter, in places for more ranks; zeros where it has no factors."""
     model = engine_of({name: torch.zeros(shape) for name, shape in SHAPES.items()}, rank, packed=False)
 
@@ -173,8 +173,10 @@ def adapted_engine_of(factors, rank, scaling):
         name, is_a = f"base_model.model.{PREFIX}{block}.{part}_proj.lora_{factor}.weight", factor == "A"
         tensor = factors.get(name, torch.zeros((LORA_RANK, columns) if is_a else (rows, LORA_RANK)))
         tensor = tensor.chunk(2, 1 if is_a else 0)[rank] if is_cut(name) else tensor
-        more = MOST_RANKS - LORA_RANK
-        padded = nn.functional.pad(tensor if is_a else tensor * scaling, (0, 0, 0, more) if is_a else (0, more))
+        more = MOST_RANKS - tensor.shape[not is_a]
+        padded = nn.functional.pad(
+            tensor if is_a else tensor * scaling_of(part), (0, 0, 0, more) if is_a else (0, more)
+        )
         return padded[None, None]
 
     for block, owners in LAYERS.items():
@@ -188,22 +190,31 @@ def adapted_engine_of(factors, rank, scaling):
     return model
 
 
+@pytest.mark.parametrize("patterns", [False, True], ids=["one rank", "ranks of their own"])
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("targets", [["_proj"], ["q_proj", "v_proj", "down_proj"], ["up_proj", "o_proj"]], ids=str)
-def test_every_element_of_an_adapter_is_compared_on_the_rank_that_holds_it(tmp_path, targets, use_rslora):
+def test_every_element_of_an_adapter_is_compared_on_the_rank_that_holds_it(tmp_path, targets, use_rslora, patterns):
     """One changed element of any factor is found, on its rank alone, or on both where both hold it."""
     generator, factors = torch.Generator().manual_seed(0), {}
+    ranks = {"q": 3, "up": 1} if patterns else {}
+    alphas = {"q": 7.0, "o": 2.0} if patterns else {}
     for name, shape in SHAPES.items():
         if name.endswith("weight") and any(target in name for target in targets):
             layer = f"base_model.model.{name.removesuffix('.weight')}"
-            factors[f"{layer}.lora_A.weight"] = torch.randn(LORA_RANK, shape[1], generator=generator)
-            factors[f"{layer}.lora_B.weight"] = torch.randn(shape[0], LORA_RANK, generator=generator)
+            own = ranks.get(layer.rpartition(".")[2].removesuffix("_proj"), LORA_RANK)
+            factors[f"{layer}.lora_A.weight"] = torch.randn(own, shape[1], generator=generator)
+            factors[f"{layer}.lora_B.weight"] = torch.randn(shape[0], own, generator=generator)
     save_file(factors, tmp_path / "adapter_model.safetensors")
     config = {"r": LORA_RANK, "lora_alpha": 5.0, "use_rslora": use_rslora}
+    config |= {"rank_pattern": {f"{part}_proj": own for part, own in ranks.items()}}
+    config |= {"alpha_pattern": {rf"layers\.0\..*{part}_proj": own for part, own in alphas.items()}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
 
+    def scaling_of(part):
+        return alphas.get(part, 5.0) / ranks.get(part, LORA_RANK) ** (0.5 if use_rslora else 1.0)
+
     def found_of(factors):
-        engines = [adapted_engine_of(factors, rank, 5 / 2**0.5 if use_rslora else 5 / 2) for rank in (0, 1)]
+        engines = [adapted_engine_of(factors, rank, scaling_of) for rank in (0, 1)]
         return Held.of_ranks([tuple(against_adapter(engine, tmp_path)) for engine in engines])
 
     whole = found_of(factors)

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
-from rl_bridge.rollout.vllm.vllm_decoder import Outbox
+from rl_bridge.models.small import character_tokenizer
+from rl_bridge.rollout.sampling import StopTexts
+from rl_bridge.rollout.vllm.vllm_decoder import Outbox, _Said
 
 
 class Engine:
@@ -49,3 +51,13 @@ def test_requests_of_a_decoder_that_is_gone_are_aborted_and_no_others():
     engine.ends = names[2:]  # the engine had finished this one, too, before it was aborted
     outbox.step()
     assert one.got == [names[0], names[2]] and engine.aborted == names[3:]
+
+
+def test_a_row_ends_with_the_first_token_that_completes_a_text_however_many_come_at_once():
+    tokenizer = character_tokenizer("0123456789+=")
+    texts, drawn = StopTexts(tokenizer, ["12", "="]), tokenizer.encode("3123=45", add_special_tokens=False)
+    for steps in ([7], [3, 7], [2, 3, 7], [1, 5, 7], [2, 2, 6]):
+        said = _Said(texts, ())
+        ends = [said.end(drawn[:count]) for count in steps]
+        assert ends == [3 if count >= 3 else None for count in steps]
+    assert said.end(drawn[3:]) == 2, "an engine in its place draws the row anew"

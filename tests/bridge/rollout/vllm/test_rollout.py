@@ -271,6 +271,72 @@ def test_what_the_engine_has_no_room_for_is_refused(rollout):
     rollout.move("kv_cache", torch.device("cpu"))
 
 
+def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, monkeypatch):
+    """vLLM refuses otherwise; a stand-in for an engine on a GPU, which says what it is told."""
+    calls, core = [], rollout._client.engine.engine_core.engine_core
+    monkeypatch.setattr(rollout, "_device", torch.device("cuda"))
+    monkeypatch.setattr(rollout, "_options", replace(rollout._options, sleep=True))
+    monkeypatch.setattr(rollout, "_asleep", set())
+    monkeypatch.setattr(core, "pause_scheduler", lambda mode, clear_cache: calls.append(("pause", mode, clear_cache)))
+    engine = rollout._client.engine
+    monkeypatch.setattr(engine, "release_kv_cache_memory", lambda: calls.append("release"), raising=False)
+    monkeypatch.setattr(engine, "wake_up", lambda tags: calls.append(("wake", tags)))
+    decoder = rollout.decoder(SAMPLING)
+    decoder.add("row", [5], seed=1, limit=3)
+    with pytest.raises(ValueError, match="1 requests are in the engine"):
+        rollout.move("kv_cache", torch.device("cpu"))
+    decoder.withdraw()
+    for device in ("cpu", "cpu", "cuda", "cuda"):
+        rollout.move("kv_cache", torch.device(device))
+    assert calls == [("pause", "keep", True), "release", ("wake", ["kv_cache"])]
+
+
+@pytest.mark.parametrize("leave", [False, True], ids=["to the end", "withdrawn"])
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_a_stop_text_that_is_complete_while_a_probe_is_drawn_cuts_there(rollout, tokenizer, name, leave):
+    """The engine draws on meanwhile, and its outputs share one list of tokens: only the last one was looked at."""
+    sampling = replace(SAMPLING, **CUTS[name], stop=("1", "a"))
+
+    def started():
+        decoder = rollout.decoder(sampling)
+        for number, prompt in enumerate(PROMPTS * 2):
+            decoder.add(number, tokenizer.encode(prompt), seed=number, limit=40)
+        return decoder
+
+    def ended(decoder):
+        return [drawn for _ in range(60) for drawn in decoder.step()]
+
+    whole, decoder, client = started(), started(), rollout._client
+    wanted = {drawn.key: drawn for drawn in ended(whole)}
+    decoder.step()
+    client.pause()
+    client.generate([5, 6, 7], count=20, seed=1, temperature=1.0)
+    client.resume()
+    found = decoder.withdraw() if leave else ended(decoder)
+    assert len(found) == len(wanted) and not decoder.running
+    cut = 0
+    for drawn in found:
+        expected = wanted[drawn.key]
+        if drawn.reason != "abort":
+            assert (drawn.reason, drawn.tokens, drawn.allowed) == (expected.reason, expected.tokens, expected.allowed)
+            np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=5e-5)
+            cut += drawn.reason == "stop" and len(drawn.tokens) > 1
+        else:
+            assert list(drawn.tokens) == list(expected.tokens)[: len(drawn.tokens)]
+    assert cut > 1
+
+
+@pytest.mark.parametrize("token", [-1, 60, 10**6])
+def test_a_token_that_the_model_lacks_is_refused(rollout, token):
+    """vLLM embeds a row of its padding, and gives completions."""
+    vocabulary = rollout._client.limits().vocabulary
+    token = token if token != 60 else vocabulary
+    with pytest.raises(
+        ValueError, match=f"{token} is no token of the model, which knows those from 0 to {vocabulary - 1}"
+    ):
+        rollout.decoder(SAMPLING).add("strange", [3, token], seed=1, limit=1)
+
+
 def test_the_global_generators_are_left_alone(rollout):
     state = torch.get_rng_state()
     generate(rollout, PROMPTS, SAMPLING)

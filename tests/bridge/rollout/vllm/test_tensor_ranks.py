@@ -33,6 +33,7 @@ PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
 OPTIONS = VLLMOptions(max_model_len=96, max_num_seqs=16, kv_cache_gib=0.02, arguments=("block_size=32",))
 SAMPLING = SamplingParams(max_new_tokens=12, n=2, seed=4)
 TRUNCATED = replace(SAMPLING, temperature=0.8, top_k=12, top_p=0.9)
+STOPPED = replace(TRUNCATED, stop=("1", "="))
 
 
 def alive(pid):
@@ -128,9 +129,22 @@ def assert_equal(engine, one, sampling):
 class TestTwoRanks:
     """One engine for all, in this order; each may be run alone."""
 
-    @pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED], ids=["whole", "truncated"])
+    @pytest.mark.parametrize("sampling", [SAMPLING, TRUNCATED, STOPPED], ids=["whole", "truncated", "ended by a text"])
     def test_draw_what_one_draws_from_the_same_sets(self, engine, one, sampling):
-        assert_equal(engine, one, sampling)
+        """A row that a text ends is taken out of the engine: its sets were left in the ranks."""
+        found = assert_equal(engine, one, sampling)
+        assert (sampling is STOPPED) == any(len(t.sampled_tokens) < 12 and t.finish_reason == "stop" for t in found)
+
+    def test_rows_that_are_withdrawn_have_their_sets(self, engine):
+        worker = worker_of(engine)
+        decoder = worker.decoder(TRUNCATED)
+        for row in range(3):
+            decoder.add(row, [5, 6], seed=row, limit=40)
+        for _ in range(4):
+            decoder.step()
+        for drawn in decoder.withdraw():
+            assert len(drawn.tokens) == len(drawn.allowed) == len(drawn.logprobs) > 1 and drawn.reason == "abort"
+            assert all(token in ids for token, ids in zip(drawn.tokens, drawn.allowed, strict=True))
 
     def test_what_they_add_up_in_ends_with_them(self, engine):
         assert_without_names(shared_by(ranks_of(worker_of(engine))))
