@@ -79,7 +79,7 @@ _PATTERNS = {"r": "rank_pattern", "lora_alpha": "alpha_pattern"}
 
 
 def of_module(module: str, config: Mapping[str, Any], name: str) -> float:
-    """``r`` or ``lora_alpha`` of a module in peft: of the first pattern that its name's end matches, else the common."""
+    """``r`` or ``lora_alpha`` of a module in peft: that of the first pattern that matches its name's end, or of all."""
     for pattern, value in (config.get(_PATTERNS[name]) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -90,7 +90,7 @@ class VLLMRollout(ProvedRollout):
 
         Raises:
             ValueError: weights without values ("meta"), which an engine that runs cannot have: release it instead; an
-                engine without sleep mode (``VLLMOptions.sleep``); or one with requests, which need their keys and values.
+                engine without sleep mode (``VLLMOptions.sleep``); or one with requests, which need keys and values.
         """
         if device.type == "meta":
             raise ValueError(f"an engine of vLLM that lives keeps its {what}: release() it, or move it to the CPU")
