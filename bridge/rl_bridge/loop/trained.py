@@ -48,6 +48,7 @@ from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
+from rl_bridge.modules.own_loss import own_marks
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
@@ -365,6 +366,11 @@ class Policy(Scored):
         part |= {"freeze": list(self.freeze)} if self.freeze else {}
         part |= {"control": {term: response(own) for term, own in self.control.items()}} if self.control else {}
         return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer), **part}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Marks of the functions that an objective has from the user besides."""
+        marks = own_marks(self.objective) if isinstance(self.objective, rl_fn.Objective) else {}
+        return super().fingerprints() | {f"{self.kind}'s {part}": mark for part, mark in marks.items()}
 
     def _require_same_reference(self, batch: PairBatch) -> None:
         scoring = self.engine.scoring_config()
