@@ -54,6 +54,9 @@ def prompt_of(row: Mapping[str, Any]) -> str:
 
     Of a whole conversation it is what stands before the assistant's first message; of a row of an environment's own,
     which has neither, the whole row without the place where it was read.
+
+    >>> prompt_of({"prompt": "1+1=", "answer": "2"}) == prompt_of({"prompt": "1+1=", "answer": "3"})
+    True
     """
     if not missing(row, "prompt"):
         return repr(_in_order(row["prompt"]))

@@ -62,7 +62,7 @@ class Best:
     def see(self, record: Mapping[str, Any], number: int) -> None:
         """Compare a record, the one that makes their count ``number``. The first of equal values stays the best."""
         (metric, mode), stage = self._watched, record.get("stage")
-        value = record.get(metric)
+        value = None if metric is None else record.get(metric)
         if value is None or not math.isfinite(value):
             return
         best = self.value if self.stage in (None, stage) else None
