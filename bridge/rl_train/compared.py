@@ -3,7 +3,7 @@
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -162,7 +162,7 @@ def load_comparisons(
     if options.eval_data is not None:
         census.eval_data = SourceCensus()
         held_rows = read_comparisons(options.eval_data, census.eval_data)
-        remark_on_shared(*((repr(replace(row, where="")) for row in part) for part in (rows, held_rows)))
+        remark_on_shared(*([{"prompt": row.prompt} for row in part] for part in (rows, held_rows)))
         return rows, held_rows
     named = [{"prompt": row.prompt, "row": row} for row in rows]
     train, held_out = split(options, named, census)

@@ -23,13 +23,15 @@ _kto_kl = from_jax(rl_fn.kto_kl)
 
 
 def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_token_id: int) -> list[Example]:
-    """The examples with the reference's log-probabilities, computed once."""
+    """The examples with the reference's log-probabilities, computed once, and how it scores."""
     referenced: list[Example] = []
+    scoring = reference.scoring_config()
     for start in range(0, len(examples), CACHED_AT_ONCE):
         part = examples[start : start + CACHED_AT_ONCE]
         scores = reference.completion_logprobs(NeedParallel(batch_of(part, pad_token_id)))
         for example, row in zip(part, scores.tolist(), strict=True):
-            referenced.append(replace(example, ref_logprobs=tuple(row[: len(example.completions)])))
+            logprobs = tuple(row[: len(example.completions)])
+            referenced.append(replace(example, ref_logprobs=logprobs, ref_scoring=scoring))
     return referenced
 
 

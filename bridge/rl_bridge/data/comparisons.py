@@ -1,6 +1,6 @@
 """Comparisons: preference rows of the user's files, and ``PairBatch``, the tensors of their completions."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -231,6 +231,8 @@ class PairBatch(NamedTuple):
     """[N] float32 each: columns of the data that a loss reads, such as margin."""
     ref_logprobs: torch.Tensor | None = None
     """[N, K]: log π_ref of each completion, the sum over its tokens that count."""
+    ref_scorings: tuple[Hashable, ...] = ()
+    """The scoring of each reference that has scored these; empty where that is not noted."""
 
     @property
     def sides(self) -> int:
@@ -255,6 +257,7 @@ class PairBatch(NamedTuple):
             function(self.desirable),
             {name: function(value) for name, value in self.numbers.items()},
             None if self.ref_logprobs is None else function(self.ref_logprobs),
+            self.ref_scorings,
         )
 
     def row_tokens(self) -> list[int]:
@@ -278,6 +281,7 @@ class PairBatch(NamedTuple):
             self.desirable[index],
             {name: value[index] for name, value in self.numbers.items()},
             None if self.ref_logprobs is None else self.ref_logprobs[index],
+            self.ref_scorings,
         )
 
     def side(self, place: int) -> "PairBatch":
@@ -288,6 +292,7 @@ class PairBatch(NamedTuple):
             self.desirable,
             self.numbers,
             None if self.ref_logprobs is None else self.ref_logprobs[:, place : place + 1],
+            self.ref_scorings,
         )
 
     def to(self, device: torch.device | str) -> "PairBatch":

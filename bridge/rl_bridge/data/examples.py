@@ -1,6 +1,6 @@
 """Examples: preference rows, encoded and arranged as a loss reads them, which a stream of training data holds."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
@@ -23,6 +23,8 @@ class Example:
     numbers: Mapping[str, float] = field(default_factory=dict)
     ref_logprobs: tuple[float, ...] | None = None
     """log π_ref of each completion, where it was computed before training."""
+    ref_scoring: Hashable = None
+    """How that reference scores."""
 
 
 def examples_of(
@@ -80,7 +82,8 @@ def batch_of(examples: Sequence[Example], pad_token_id: int) -> PairBatch:
     references = [example.ref_logprobs for example in examples]
     if any(reference is None for reference in references):
         return batch
-    return batch._replace(ref_logprobs=torch.tensor(references))
+    scorings = dict.fromkeys(example.ref_scoring for example in examples if example.ref_scoring is not None)
+    return batch._replace(ref_logprobs=torch.tensor(references), ref_scorings=tuple(scorings))
 
 
 def _completions_of_row(row: Comparison, form: Form, what: str) -> tuple[Completion, ...]:

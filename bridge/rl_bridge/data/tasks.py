@@ -38,10 +38,10 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
     for row in shuffled:
         if len(held_prompts) == held_out:
             break
-        held_prompts.setdefault(_prompt_of(row), row)
-    train = [row for row in shuffled if _prompt_of(row) not in held_prompts]
+        held_prompts.setdefault(prompt_of(row), row)
+    train = [row for row in shuffled if prompt_of(row) not in held_prompts]
     if len(held_prompts) < held_out or not train:
-        distinct = len({_prompt_of(row) for row in rows})
+        distinct = len({prompt_of(row) for row in rows})
         raise ValueError(
             f"cannot hold out {held_out} distinct prompts of {len(rows)} rows with {distinct} and train on others: "
             f"at most {max(0, distinct - 1)} can be held out"
@@ -49,11 +49,20 @@ def split_rows(rows: Sequence[dict], held_out: int, seed: int) -> tuple[list[dic
     return train, list(held_prompts.values())
 
 
-def _prompt_of(row: dict) -> str:
-    """The prompt as it is written; of a whole conversation, what stands before the assistant's first message."""
+def prompt_of(row: Mapping[str, Any]) -> str:
+    """The prompt as it is written, by which two rows are of one prompt.
+
+    Of a whole conversation it is what stands before the assistant's first message; of a row of an environment's own,
+    which has neither, the whole row without the place where it was read.
+
+    >>> prompt_of({"prompt": "1+1=", "answer": "2"}) == prompt_of({"prompt": "1+1=", "answer": "3"})
+    True
+    """
     if not missing(row, "prompt"):
         return repr(_in_order(row["prompt"]))
-    return repr(_in_order(list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))))
+    if missing(row, "messages") or not all(isinstance(message, Mapping) for message in row["messages"]):
+        return repr(_in_order({name: value for name, value in row.items() if name != "_where"}))
+    return repr(_in_order(list(takewhile(lambda message: message.get("role") != "assistant", row["messages"]))))
 
 
 def _in_order(value: Any) -> Any:

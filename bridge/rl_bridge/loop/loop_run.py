@@ -364,7 +364,10 @@ class Run:
         self._run.print(text)
 
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
-        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed."""
+        """Keep the checkpoint of the step whose record has the best ``metric`` so far, whatever else is removed.
+
+        A later stage whose records have the metric begins anew: its checkpoints hold other models.
+        """
         self._run.keep_best(metric, mode)
         self._best_by = metric
 

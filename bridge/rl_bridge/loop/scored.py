@@ -188,6 +188,19 @@ class Scored:
         self.engine.release()
 
 
+def require_no_temperature(scoring: ScoringConfig, objective: Any) -> None:
+    """Refuse a temperature for an objective that samples nothing.
+
+    Raises:
+        ValueError: with the way on.
+    """
+    if scoring.temperature != 1.0:
+        raise ValueError(
+            f"{objective} learns from the data's own distribution, which has no temperature, got "
+            f"{scoring.temperature}: ScoringConfig(temperature=…) is for a policy that samples, and for its reference"
+        )
+
+
 def token_logprobs(
     engine: TrainEngine, batch: GroupBatch, updates: int, others: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -242,10 +255,17 @@ class Reference(Scored):
 
         A batch that has its advantages is scored where the loss reads it: ``updates`` are those of ``policy.update``,
         whose shares have then the same rows.
+
+        Raises:
+            TypeError: what is no batch.
+            ValueError: completions of a model with another vocabulary; or comparisons, and the reference has a
+                temperature.
         """
         if isinstance(batch, PairBatch):
             self.require_encoded(batch)
-            return batch._replace(ref_logprobs=self.engine.completion_logprobs(NeedParallel(batch)))
+            scoring = self._scoring_of_comparisons()
+            logprobs = self.engine.completion_logprobs(NeedParallel(batch))
+            return batch._replace(ref_logprobs=logprobs, ref_scorings=(scoring,))
         self.require_batch(batch)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
@@ -258,14 +278,20 @@ class Reference(Scored):
 
         Raises:
             TypeError: rows that are no comparisons.
-            ValueError: they were encoded for a model with another vocabulary.
+            ValueError: they were encoded for a model with another vocabulary, or the reference has a temperature.
         """
         if not all(isinstance(row, Example) for row in rows.rows):
             raise TypeError(
                 "a reference scores comparisons once: load_rows(data, model, preference_loss(…)) reads them"
             )
         self.require_encoded(rows._batch(rows.rows[:1]))
+        self._scoring_of_comparisons()
         rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token))
+
+    def _scoring_of_comparisons(self) -> ScoringConfig:
+        scoring = self.engine.scoring_config()
+        require_no_temperature(scoring, "a loss of comparisons")
+        return scoring
 
 
 class Teacher(Scored):

@@ -34,11 +34,21 @@ from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
 from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_scored
 from rl_bridge.loop.rollout import Rollout
-from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
+from rl_bridge.loop.scored import (
+    AdamW,
+    Metrics,
+    Placed,
+    Reference,
+    Scored,
+    released_by_errors,
+    require_no_temperature,
+    token_logprobs,
+)
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
+from rl_bridge.modules.own_loss import own_marks
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
@@ -170,7 +180,8 @@ class Policy(Scored):
             TypeError: a batch of another kind than the objective learns from.
             ValueError: several updates of rows or comparisons; a batch without advantages, with those of another
                 objective, or without what the loss reads; or sampled from another distribution than this policy scores,
-                from older weights, or by an earlier seed; or rows that were encoded for another vocabulary.
+                from older weights, or by an earlier seed; or rows that were encoded for another vocabulary, or compared
+                with a reference that scores otherwise.
         """
         change(self)
         if isinstance(self.objective, NLL | ComparisonLoss):
@@ -187,6 +198,7 @@ class Policy(Scored):
             return Metrics(supervised_update(self.engine, batch), batch)
         if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):
             assert self._statistics is not None
+            self._require_same_reference(batch)
             return Metrics(comparison_update(self.engine, self.objective, batch, self._statistics), batch)
         if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
             way_on = ": groups.batch() makes a batch, once they are scored" if isinstance(batch, Groups) else ""
@@ -228,13 +240,14 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: rows that were encoded for another vocabulary.
+            ValueError: rows that were encoded for another vocabulary, or scored by a reference otherwise than here.
         """
         if isinstance(batch, TokenBatch | PairBatch):
             self.require_encoded(batch)
         if isinstance(self.objective, NLL) and isinstance(batch, TokenBatch):
             return {"held_out_nll": held_out_nll(self.engine, batch)}
         if isinstance(self.objective, ComparisonLoss) and isinstance(batch, PairBatch):
+            self._require_same_reference(batch)
             return evaluate_preference(self.engine, self.objective, batch)
         way_on = "; groups have held_out()" if isinstance(self.objective, rl_fn.Objective) else ""
         raise TypeError(f"{self.objective} is not measured on a {type(batch).__name__}{way_on}")
@@ -354,6 +367,21 @@ class Policy(Scored):
         part |= {"control": {term: response(own) for term, own in self.control.items()}} if self.control else {}
         return super().settings() | {"objective": explain, "optimizer": asdict(self.optimizer), **part}
 
+    def fingerprints(self) -> dict[str, str]:
+        """Marks of the functions that an objective has from the user besides."""
+        marks = own_marks(self.objective) if isinstance(self.objective, rl_fn.Objective) else {}
+        return super().fingerprints() | {f"{self.kind}'s {part}": mark for part, mark in marks.items()}
+
+    def _require_same_reference(self, batch: PairBatch) -> None:
+        scoring = self.engine.scoring_config()
+        reads = isinstance(self.objective, ComparisonLoss) and self.objective.needs_reference
+        for other in batch.ref_scorings if reads else ():
+            if isinstance(other, ScoringConfig) and not scoring.is_same_distribution(other):
+                raise ValueError(
+                    f"the policy is scored with {scoring}, the reference with {other}: a policy that has not moved "
+                    "would differ from its reference. Reference(model, scoring=…) takes the policy's"
+                )
+
     def _require_same_scoring(self, batch: GroupBatch) -> None:
         scoring, sampled = self.engine.scoring_config(), batch.groups.sampling.temperature
         if scoring.temperature != sampled:
@@ -378,19 +406,6 @@ class Policy(Scored):
                 "the controller of reward_kl sets what the advantages are made with: "
                 "batch.with_advantages(objective, coefficients=policy.coefficients)"
             )
-
-
-def require_no_temperature(scoring: ScoringConfig, objective: Any) -> None:
-    """Refuse a temperature for an objective that samples nothing.
-
-    Raises:
-        ValueError: with the way on.
-    """
-    if scoring.temperature != 1.0:
-        raise ValueError(
-            f"{objective} learns from the data's own distribution, which has no temperature, got "
-            f"{scoring.temperature}: ScoringConfig(temperature=…) is for a policy that samples, and for its reference"
-        )
 
 
 def selected(batch: GroupBatch, objective: rl_fn.Objective) -> tuple[torch.Tensor, torch.Tensor]:

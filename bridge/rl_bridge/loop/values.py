@@ -13,8 +13,8 @@ from rl_bridge.engines.engine import Turns
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import Model, change
 from rl_bridge.loop.groups import GroupBatch
-from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored
-from rl_bridge.loop.trained import require_no_temperature, selected
+from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored, require_no_temperature
+from rl_bridge.loop.trained import selected
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.models.model_source import ModelSource, PretrainedValueSource, ValueSource
 from rl_bridge.modules.comparison import ComparisonLoss

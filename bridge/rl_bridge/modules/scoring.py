@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: how they are scored, and a frozen model that scores them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,6 +25,9 @@ from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.parallel.mesh import AXES, agree_max_over
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
+
+_ARRANGEMENT = ("micro_batch_tokens", "share_prefixes", "packing")
+"""Options of ``ScoringConfig`` that say where rows lie, with the same results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,16 @@ class ScoringConfig:
             )
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
+
+    def is_same_distribution(self, other: "ScoringConfig") -> bool:
+        """Whether both give each token the same probability, however their rows lie in micro-batches.
+
+        >>> ScoringConfig(packing=True).is_same_distribution(ScoringConfig())
+        True
+        >>> ScoringConfig(softcap=30.0).is_same_distribution(ScoringConfig())
+        False
+        """
+        return self == replace(other, **{name: getattr(self, name) for name in _ARRANGEMENT})
 
 
 class Scorer(ParallelModule):

@@ -19,7 +19,7 @@ from rl_bridge.data.census import SAME_PROMPT, Census, SourceCensus
 from rl_bridge.data.messages import require_characters
 from rl_bridge.data.row_readers import reader_fingerprint
 from rl_bridge.data.rows import policy_row, read_rows
-from rl_bridge.data.tasks import arithmetic_rows, split_rows
+from rl_bridge.data.tasks import arithmetic_rows, prompt_of, split_rows
 from rl_bridge.engines import Mesh
 from rl_bridge.engines.engine import Turns
 from rl_bridge.executors import Executor
@@ -249,14 +249,9 @@ def load_rows(
     if options.eval_data is not None:
         census.eval_data = SourceCensus()
         held_out = read_rows(options.eval_data, fields=fields, check=check, census=census.eval_data)
-        remark_on_shared(map(_without_place, rows), map(_without_place, held_out))
+        remark_on_shared(rows, held_out)
         return rows, held_out
     return split(options, rows, census)
-
-
-def _without_place(row: Mapping[str, Any]) -> str:
-    """The row as text, without the place where it was read."""
-    return repr({name: value for name, value in row.items() if name != "_where"})
 
 
 def split(options: TrainingOptions, rows: Sequence[dict], census: Census) -> tuple[list[dict], list[dict]]:
@@ -281,11 +276,14 @@ def split(options: TrainingOptions, rows: Sequence[dict], census: Census) -> tup
     return train, held_out
 
 
-def remark_on_shared(trained: Iterable[str], held_out: Iterable[str]) -> None:
-    """Count the rows of --eval-data that are trained on."""
-    trained_rows, rows = set(trained), list(held_out)
-    if both := sum(row in trained_rows for row in rows):
-        remark(f"{both} of {len(rows)} rows of --eval-data are rows of --data: they are no held-out rows")
+def remark_on_shared(trained: Iterable[Mapping[str, Any]], held_out: Iterable[Mapping[str, Any]]) -> None:
+    """Count the rows of --eval-data whose prompts are trained on, whatever other columns say of them."""
+    trained_prompts, prompts = set(map(prompt_of, trained)), list(map(prompt_of, held_out))
+    if both := sum(prompt in trained_prompts for prompt in prompts):
+        remark(
+            f"{both} of {len(prompts)} rows of --eval-data have the prompt of a row of --data: they are no held-out "
+            "rows"
+        )
 
 
 def load_model(options: TrainingOptions, rows: Sequence[dict]) -> tuple[ModelSource, PreTrainedTokenizerBase]:

@@ -166,6 +166,8 @@ class Run:
         self._first_update: int | None = state.get("first_update")
         self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
         self._best = Best(state.get("best"))
+        self._elsewhere: str | None = None
+        """Why the best checkpoint has none of the engines that it was to be loaded into."""
         self._recorder: Recorder = self._opened.recorder
         self._observers = Observers(observers, self.note)
         self._signals = StopRequest()
@@ -299,22 +301,31 @@ class Run:
             self._bar.set_postfix(fitting(entries, self._room), refresh=False)
 
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
-        """Never remove the checkpoint of the step whose record has the best ``metric`` so far."""
+        """Never remove the checkpoint of the step whose record has the best ``metric`` so far.
+
+        Of several stages it is that of the last one which has the metric.
+        """
         self._best.watch(metric, mode)
 
     def load_best(self, engines: Mapping[str, Engine]) -> float | None:
         """Give engines the state of the best checkpoint, before an export; returns its metric, None if there is none.
 
-        ``engines``: by their names in the ``state`` of ``steps``. One that is damaged or gone is noted: the run has its
-        result all the same.
+        ``engines``: by their names in the ``state`` of ``steps``. A checkpoint that is damaged or gone, or that is of a
+        stage with other engines, is noted: the run has its result all the same.
         """
         self._save_best()
         self._checkpointer.wait()
+        self._elsewhere = None
         if (lost := self._lose_best() or self.best_lost) is not None:
             self.note(f"{lost}: the engines stay as they are")
         if self._best.record is None:
             return None
-        self._checkpointer.load(self._checkpointer.path(self._best.record), engines)
+        path = self._checkpointer.path(self._best.record)
+        if others := [name for name in engines if not (path / name).is_dir()]:
+            self._elsewhere = f"the best step is of the stage {self._best.stage!r}, which has no {others[0]!r}"
+            self.note(f"{self._elsewhere}: the engines stay as they are")
+            return None
+        self._checkpointer.load(path, engines)
         return self._best.value
 
     def _save_best(self) -> None:
@@ -325,8 +336,8 @@ class Run:
 
     @property
     def best_lost(self) -> str | None:
-        """Why the best checkpoint is no more, if it was lost and no step since then was better."""
-        return self._best.lost
+        """Why no best checkpoint was loaded, where there was one: lost, and no step was better since, or of others."""
+        return self._best.lost or self._elsewhere
 
     def _lose_best(self) -> str | None:
         """Forget the best checkpoint if it is damaged or gone, and say so."""

@@ -120,12 +120,40 @@ def test_held_out_rows_that_are_trained_on_are_counted_usr_18(tmp_path, capsys):
     (tmp_path / "eval.jsonl").write_text(two + one)
     options = SFTPipeline(data=str(tmp_path / "data.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
     assert [len(rows) for rows in load_rows(options)] == [1, 2]
-    assert "1 of 2 rows of --eval-data are rows of --data" in capsys.readouterr().out
+    assert "1 of 2 rows of --eval-data have the prompt of a row of --data" in capsys.readouterr().out
     for name in ("data", "eval"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     pairs = PreferencePipeline(data=options.data, eval_data=options.eval_data)
     assert [len(rows) for rows in load_comparisons(pairs)] == [1, 1]
-    assert "1 of 1 rows of --eval-data are rows of --data" in capsys.readouterr().out
+    assert "1 of 1 rows of --eval-data have the prompt of a row of --data" in capsys.readouterr().out
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+SHARED = {
+    "another index": ({"prompt": "a", "answer": "b"}, {"extra_info": {"split": "test", "index": 7}}),
+    "another answer": ({"prompt": "a", "answer": "b"}, {"answer": "c"}),
+    "keys in another order": (
+        {"prompt": [{"role": "user", "content": "a"}], "answer": "b"},
+        {"prompt": [{"content": "a", "role": "user"}]},
+    ),
+    "a conversation": ({"messages": TALK}, {"id": "9", "messages": [*TALK, *TALK]}),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_rows_of_one_prompt_are_shared_whatever_else_their_columns_say(case, tmp_path, capsys):
+    """The rows of verl name their part and their place in extra_info: none was ever called shared."""
+    row, change = SHARED[case]
+    row = {"extra_info": {"split": "train", "index": 0}, **row}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row))
+    other = {"prompt": "z", "answer": "z"}
+    (tmp_path / "eval.jsonl").write_text("\n".join(map(json.dumps, [{**row, **change}, other])))
+    options = SFTPipeline(data=str(tmp_path / "data.jsonl"), eval_data=str(tmp_path / "eval.jsonl"))
+    load_rows(options, (), supervised_row)
+    assert "1 of 2 rows of --eval-data have the prompt of a row of --data" in capsys.readouterr().out
+    (tmp_path / "eval.jsonl").write_text(json.dumps(other))
+    load_rows(options, (), supervised_row)
+    assert "rows of --eval-data" not in capsys.readouterr().out
 
 
 def test_what_is_remarked_about_the_inputs_is_in_the_record_and_the_report_usr_18(tmp_path, capsys):

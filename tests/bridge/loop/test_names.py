@@ -175,6 +175,26 @@ def test_rows_that_are_held_out_share_no_prompt_with_the_others():
         rl_bridge.Rows([1, 2], collate=list, fingerprint="1").hold_out(1)
 
 
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda task: {"task": task},
+        lambda task: {"prompt": {"task": task}},
+        lambda task: {"prompt": "", "task": task},
+        lambda task: {"messages": {"task": task}},
+    ],
+    ids=["no prompt", "a prompt that is no text", "an empty prompt", "messages that are none"],
+)
+def test_rows_of_an_environment_s_own_are_held_out_whole(of):
+    """They have no prompt that two rows could share: the row itself is what is held out."""
+    rows = [of(task) for task in (1, 2, 2, 3)]
+    train, held_out = rl_bridge.Rows(rows, seed=1).hold_out(1)
+    assert len(held_out) == 1 and held_out[0] not in train.take(len(train))
+    assert len(train) == 4 - rows.count(held_out[0])
+    with pytest.raises(ValueError, match="cannot hold out 3 distinct prompts"):
+        rl_bridge.Rows(rows).hold_out(3)
+
+
 def test_an_input_that_no_model_has_given_is_refused_with_the_call_that_gives_it(groups):
     batch = groups.score(lambda completion, row: float(completion)).batch()
     objective = rl_fn.recipes.grpo().replace(kl=None, reward_kl=rl_fn.components.KL("k1", 0.02))

@@ -200,7 +200,7 @@ def test_the_best_step_comes_back_where_the_loop_leaves_behind_its_record(tmp_pa
 
 
 def flip(path):
-    file = path / "policy" / "rank-00000.safetensors"
+    file = next(path.glob("*/rank-00000.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")
 
 
@@ -233,6 +233,72 @@ def test_a_run_whose_best_checkpoint_is_lost_has_its_summary(tmp_path, engine, l
     assert engine.value() == 7.0 and (folder / "summary.json").exists()
     note = [line["note"] for line in lines(folder) if "note" in line][-1]
     assert re.match(r"the best checkpoint is lost, .*step-00000002.*: the engines stay as they are$", note)
+
+
+@pytest.fixture
+def warm():
+    made = TrainEngine(Model).build()
+    yield made
+    made.release()
+
+
+def two_stages(folder, warm, engine, first, second, *, stop=None, leave=None, metrics=("held_out",) * 2, **how):
+    """A stage of other weights, and then one of the engine, whose weight is 100 and its step.
+
+    ``stop``: records after which the process ends. ``leave``: the step of the first stage that the loop leaves.
+    """
+    with Run(folder, Options(), checkpoint_every=1, keep=1, **how) as run:
+        for stage, state, scores, metric, by in (
+            ("sft", {"sft": warm}, first, metrics[0], 0),
+            ("policy", {"policy": engine}, second, metrics[1], 100),
+        ):
+            run.keep_best(metric)
+            for step in run.steps(stage, len(scores), state=state):
+                if sum("stage" in line for line in lines(folder)) == stop:
+                    return run, None
+                next(iter(state.values())).optimizer_step(float(by + step))
+                run.log(step, {} if scores[step] is None else {metric: scores[step]})
+                if stage == "sft" and step == leave:
+                    break
+        best = run.load_best({"policy": engine})
+        run.finish({})
+    return run, best
+
+
+@pytest.mark.parametrize("metrics", [("held_out", "held_out"), ("nll", "held_out")], ids=" then ".join)
+@pytest.mark.parametrize("stop", [None, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("leave", [None, 1])
+def test_a_later_stage_has_a_best_of_its_own(tmp_path, warm, engine, leave, stop, metrics):
+    """A best step of the first stage, whose checkpoint has no engine of the second, made every end of the run fail."""
+    folder, how = tmp_path / "run", {"leave": leave, "metrics": metrics}
+    if stop is not None:
+        two_stages(folder, warm, engine, [0.1, 0.9, 0.3], [0.2, 0.5, 0.4], stop=stop, **how)
+    run, best = two_stages(folder, warm, engine, [0.1, 0.9, 0.3], [0.2, 0.5, 0.4], resume=stop is not None, **how)
+    assert (best, engine.value(), run.best_lost) == (0.5, 101.0, None)
+    first = sum(line.get("stage") == "sft" for line in lines(folder))
+    assert names(folder / "checkpoints") == [f"step-{first + 2:08d}", f"step-{first + 3:08d}"]
+    assert not [line for line in lines(folder) if "note" in line]
+
+
+@pytest.mark.parametrize("lost", LOST)
+@pytest.mark.parametrize("of", ["the first stage", "the second"])
+def test_a_best_checkpoint_that_is_lost_has_a_successor_in_its_stage_or_the_next(tmp_path, warm, engine, of, lost):
+    folder, stop, best = tmp_path / "run", *((3, 1) if of == "the first stage" else (5, 4))
+    scores = [0.9, 0.1, 0.1], [0.8, 0.3, 0.5]
+    two_stages(folder, warm, engine, *scores, stop=stop)
+    LOST[lost](folder / "checkpoints" / f"step-{best:08d}")
+    run, value = two_stages(folder, warm, engine, *scores, resume=True)
+    expected = (0.8, 100.0) if of == "the first stage" else (0.5, 102.0)
+    assert (value, engine.value()) == expected and run.best_lost is None
+
+
+def test_the_best_step_of_a_stage_with_other_engines_is_no_candidate(tmp_path, warm, engine):
+    folder = tmp_path / "run"
+    for how in ({}, {"resume": True}):
+        run, best = two_stages(folder, warm, engine, [0.1, 0.9], [None, None], **how)
+        assert (best, engine.value()) == (None, 101.0) and (folder / "summary.json").exists()
+        note = "the best step is of the stage 'sft', which has no 'policy'"
+        assert run.best_lost == note and lines(folder)[-1]["note"] == f"{note}: the engines stay as they are"
 
 
 def test_the_lowest_can_be_the_best_and_without_a_metric_there_is_none(tmp_path, engine):
