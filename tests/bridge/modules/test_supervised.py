@@ -142,8 +142,8 @@ def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
 def test_rows_in_which_no_token_counts_have_no_loss(module):
     """A held-out loss of 0 would stay the best one for ever."""
     rows = BATCH._replace(mask=torch.zeros_like(BATCH.mask))
-    with pytest.raises(ValueError, match=r"none of the 8 tokens in the batch's 2 rows counts: .* is to be measured"):
+    with pytest.raises(ValueError, match=r"none of the 9 tokens in the batch's 2 rows counts: .* is to be measured"):
         held_out_nll(Direct(module), rows)
-    with pytest.raises(ValueError, match=r"none of the 8 tokens in the batch's 2 rows counts: .* is to be learnt"):
+    with pytest.raises(ValueError, match=r"none of the 9 tokens in the batch's 2 rows counts: .* is to be learnt"):
         supervised_update(Direct(module), rows)
     assert held_out_nll(Direct(module), BATCH) > 0
