@@ -14,7 +14,7 @@ from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.comparison import ComparisonLoss
-from rl_bridge.modules.policy import mean
+from rl_bridge.modules.policy import mean, means
 
 CACHED_AT_ONCE = 1024
 """Examples that the reference scores in one call."""
@@ -70,8 +70,8 @@ class BatchStatistics:
         return {"delta": self.delta} if "delta" in self._loss.statistics else {}
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Move the shift towards the middle between the mean rewards of the two sides."""
-        if "delta" in self._loss.statistics and not metrics.get("skipped"):
+        """Move the shift towards the middle between the mean rewards of the two sides, where the batch has both."""
+        if "delta" in self._loss.statistics and not metrics.get("skipped") and all(name in metrics for name in REWARDS):
             middle = 0.5 * sum(metrics[name] for name in REWARDS)
             momentum = self._loss.shift_momentum
             self.delta = momentum * self.delta + (1 - momentum) * middle
@@ -97,13 +97,13 @@ def accumulate(
     count = float(len(learned.present))
     if not loss.over_batch:
         totals = policy.train_step(NeedParallel(learned), count, dict(statistics))
-        return {name: mean(value) for name, value in totals.items()}
+        return means(totals)
     outputs = policy.completion_logprobs(NeedParallel(learned)).requires_grad_()
     losses = loss(learned, outputs, statistics)
     (losses.sum() / count).backward()
     finite = bool(torch.isfinite(losses).all())
-    policy.backward_through(NeedParallel(learned), NeedParallel(outputs.grad), finite)
-    return {name: mean(value) for name, value in loss.metrics(learned, outputs, losses).items()}
+    balance = policy.backward_through(NeedParallel(learned), NeedParallel(outputs.grad), finite)
+    return means(loss.metrics(learned, outputs, losses) | balance)
 
 
 def comparison_update(
@@ -123,7 +123,7 @@ def held_out_metrics(
     """Loss and metrics of held-out comparisons, and a 95 % bootstrap interval of the accuracy over them."""
     outputs = outputs.detach()
     totals = loss.metrics(batch, outputs, loss(batch, outputs, statistics))
-    metrics = {f"held_out_{name}": mean(value) for name, value in totals.items()}
+    metrics = {f"held_out_{name}": value for name, value in means(totals).items()}
     right, counted = (
         x.double().flatten(1) if x.dim() > 1 else x.double()[:, None] for x in loss.watch(batch, outputs)["accuracy"]
     )

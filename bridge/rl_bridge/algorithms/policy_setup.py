@@ -16,6 +16,7 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
+from rl_bridge.modules.policy import require_micro_batches, require_whole_batch
 from rl_bridge.run.options import require_used
 from rl_fn import Objective
 from rl_fn.objectives.components import (
@@ -82,7 +83,10 @@ class Controlled:
 
 
 class Coefficients:
-    """The coefficients in force. ``update`` once a step; one without a finite measurement leaves them as they are."""
+    """The coefficients in force. ``update`` once for each step in which the policy moved.
+
+    A step without a finite measurement leaves a coefficient that follows one as it is; a schedule counts the step.
+    """
 
     def __init__(self, terms: Mapping[str, Controlled] | None = None) -> None:
         """``terms``: slot of the objective → its controller. Without any nothing changes."""
@@ -101,7 +105,7 @@ class Coefficients:
         return {f"{name}_coef": value for name, value in self.values().items()}
 
     def update(self, metrics: Mapping[str, float]) -> None:
-        """Give each controller what was measured in this step: of an update that was skipped it may not be finite."""
+        """Give each controller what was measured in this step: of a last update that was skipped it may be NaN."""
         for name, term in self._terms.items():
             value = metrics.get(term.metric, math.nan)
             measured = value if math.isfinite(value) else math.nan
@@ -344,26 +348,10 @@ def require_group(objective: Objective, n: int, option: str) -> None:
         raise ValueError(f"{objective.name} compares completions of one prompt: a group needs {option} ≥ 2")
 
 
-def require_micro_batches(objective: Objective) -> None:
-    """Refuse an objective whose mean is over what a micro-batch does not hold.
-
-    Raises:
-        ValueError: a mean over prompts.
-    """
-    if objective.aggregation.mode == "prompt-mean":
-        raise ValueError(
-            f"{objective.name}: a micro-batch holds rows of several prompts, so prompt-mean cannot be trained with"
-        )
-
-
 def require_parts(objective: Objective, mesh: Mesh) -> None:
-    """Refuse statistics of the whole batch that is split over workers.
+    """Refuse statistics of the whole batch that is split over workers, as the policy's module does, and earlier.
 
     Raises:
         ValueError: the objective reads such statistics, and each worker has a part of the rows.
     """
-    if objective.over_batch and mesh.data_parts > 1:
-        raise ValueError(
-            f"{objective.name} reads statistics of the whole batch, which is split over {mesh.data_parts} "
-            f"workers ({mesh}): train it with replicate=1 and shard=1"
-        )
+    require_whole_batch(objective, mesh.data_parts, mesh)

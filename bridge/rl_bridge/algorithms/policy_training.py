@@ -11,7 +11,7 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
-from rl_bridge.modules.policy import mean
+from rl_bridge.modules.policy import means
 from rl_fn import Batch, Objective, Ratio, effective_sample_size, mismatch_metrics
 
 # How far the rollout's probabilities are from the trainer's own, before and after what corrects for that.
@@ -91,7 +91,7 @@ def policy_update(
     with one_update(policy):
         totals = policy.train_step(NeedParallel(minibatch), denominator, dict(terms), *marks)
         loss_metrics = over_counted(totals, denominator, tokens)
-        return {name: mean(value) for name, value in loss_metrics.items()} | policy.optimizer_step()
+        return means(loss_metrics, sums=("policy_loss",)) | policy.optimizer_step()
 
 
 def watched_rows(policy: TrainEngine) -> dict[int, dict[str, list[float]]]:
@@ -107,7 +107,7 @@ def critic_update(critic: TrainEngine, minibatch: TokenBatch, denominator: float
     with one_update(critic):
         totals = critic.train_step(NeedParallel(minibatch), denominator)
         update = {f"critic_{name}": value for name, value in critic.optimizer_step().items()}
-    return {name: mean(value) for name, value in totals.items()} | update
+    return means(totals) | update
 
 
 def shares_of(

@@ -18,7 +18,6 @@ from rl_bridge.algorithms.policy_setup import (
     PolicyEngines,
     Replaced,
     require_group,
-    require_micro_batches,
     require_parts,
 )
 from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
@@ -49,6 +48,7 @@ from rl_bridge.models.encoding import encode_row
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.modules.comparison import REWARD_LOSSES, ComparisonLoss
 from rl_bridge.modules.own_loss import own_marks
+from rl_bridge.modules.policy import require_micro_batches
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
@@ -67,7 +67,8 @@ class Policy(Scored):
     rollout its own workers, so that both can work at the same time; with ``turns=turns`` of one ``Turns()`` for all
     objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
-    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. Where
+    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``; steps
+    in which the policy makes no update count for none. Where
     ``score`` has measured it, the first update is told whose tokens count as less than ``least_effective_share`` of
     these, as a sample of the policy. What could not be exported, in ``export_dtype``, is refused at once, unless that
     was ``rehearsed`` before.
@@ -220,13 +221,17 @@ class Policy(Scored):
             metrics |= self._mismatch.metrics([minibatch for minibatch, *_ in shares])
         watched = None if log is None else log.choose(step, computed)
         terms = self.coefficients
+        moved = False
         for minibatch, denominator, places, count in shares:
             marks = () if watched is None else (NeedParallel(watched[places]),)
-            metrics |= policy_update(self.engine, minibatch, denominator, count, terms, *marks)
+            measured = policy_update(self.engine, minibatch, denominator, count, terms, *marks)
+            metrics |= measured
+            moved = moved or not measured.get("skipped")
         if log is not None and watched is not None:
             log.write(step, batch.groups.scored, batch.tokens, watched, watched_rows(self.engine))
-        # A policy that does not move cannot follow a coefficient.
-        self._coefficients.update(metrics if updates else {})
+        # A policy that does not move cannot follow a coefficient, and a schedule counts what the policy's own counts.
+        if moved:
+            self._coefficients.update(metrics)
         self._remark(batch.groups, computed, metrics, step)
         self._updates += 1
         self.remember()
@@ -240,7 +245,8 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: rows that were encoded for another vocabulary, or scored by a reference otherwise than here.
+            ValueError: rows that were encoded for another vocabulary, that a reference scored otherwise than here, or of
+                which no token counts.
         """
         if isinstance(batch, TokenBatch | PairBatch):
             self.require_encoded(batch)

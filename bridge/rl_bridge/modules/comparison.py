@@ -305,18 +305,20 @@ class ComparisonModule(Trainable, ComparisonScorer):
                 metrics[name] = metrics.get(name, 0) + value
         return metrics | self.balance_metrics()
 
-    @returns("same")
+    @returns("sum")
     @within_memory
-    def backward_through(self, batch: PairBatch, gradient: torch.Tensor, finite: bool) -> None:
+    def backward_through(self, batch: PairBatch, gradient: torch.Tensor, finite: bool) -> dict[str, Ratio]:
         """Carry ``gradient`` [N, K], with respect to ``outputs`` of the batch, on to the parameters.
 
-        ``finite``: whether the loss is, for ``optimizer_step``; an infinite one may have a finite gradient.
+        ``finite``: whether the loss is, for ``optimizer_step``; an infinite one may have a finite gradient. Returns the
+        undivided metric of a mixture's load-balancing loss, where the model's configuration asks for one.
         """
         self._losses_are_finite = self._losses_are_finite & finite
         for places, part in self.balanced_pairs(batch):
             outputs = self.outputs(part)
             weights = gradient[places].to(outputs) if len(places) else torch.zeros_like(outputs)
             self.backward_through_values([(outputs, weights)])
+        return self.balance_metrics()
 
     def balanced_pairs(self, batch: PairBatch) -> Iterator[PairPart]:
         """``balanced`` for micro-batches of comparisons."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch, restore
 from rl_bridge.engines.dispatch import returns
@@ -43,6 +44,35 @@ def share_of(objective: Objective) -> Callable[..., Any]:
         return with_coefficients(objective, coefficients).share(batch, denominator)
 
     return share
+
+
+# Losses that are no sum over the parts in which a batch is computed.
+
+
+def require_micro_batches(objective: Objective) -> None:
+    """Refuse an objective whose mean is over what a micro-batch does not hold.
+
+    Raises:
+        ValueError: a mean over prompts.
+    """
+    means = (objective.aggregation, objective.kl_aggregation, objective.entropy_aggregation)
+    if any(one is not None and one.mode == "prompt-mean" for one in means):
+        raise ValueError(
+            f"{objective.name}: a micro-batch holds rows of several prompts, so prompt-mean cannot be trained with"
+        )
+
+
+def require_whole_batch(objective: Objective, parts: int, mesh: Any) -> None:
+    """Refuse statistics of the whole batch whose rows are split into ``parts``, over the workers of ``mesh``.
+
+    Raises:
+        ValueError: the objective reads such statistics, and each worker has a part of the rows.
+    """
+    if objective.over_batch and parts > 1:
+        raise ValueError(
+            f"{objective.name} reads statistics of the whole batch, which is split over {parts} "
+            f"workers ({mesh}): train it with replicate=1 and shard=1"
+        )
 
 
 # A policy's loss in the head itself: each logit is computed once in a step, not once forward and once backward.
@@ -201,9 +231,10 @@ class PolicyModule(CausalLMModule):
         """With ``fused_loss`` the head computes each logit once, not twice: for losses that are a sum over tokens.
 
         Raises:
-            ValueError: ``fused_loss`` with a loss in which the term of a token depends on another token, or a loss of
-                the user's own that is wrong on a small batch.
+            ValueError: ``fused_loss`` with a loss in which the term of a token depends on another token, a mean over
+                prompts, or a loss of the user's own that is wrong on a small batch.
         """
+        require_micro_batches(objective)
         check_loss(objective.loss)
         if fused_loss and isinstance(objective.loss, TorchLoss):
             raise ValueError(f"fused_loss takes losses in JAX, {objective.loss.name} is in PyTorch: train without")
@@ -213,6 +244,16 @@ class PolicyModule(CausalLMModule):
             require_token_local(objective)
         self._share = from_jax(share_of(objective))
         self._watch = Watch()
+
+    def parallelize(self, mesh: DeviceMesh) -> None:
+        """Cut the model over the mesh.
+
+        Raises:
+            ValueError: the objective reads statistics of the whole batch, whose rows the mesh splits.
+        """
+        self._mesh = mesh
+        require_whole_batch(self.objective, self._ranks("replicate") * self._ranks("shard"), mesh)
+        super().parallelize(mesh)
 
     @returns("sum")
     @within_memory
@@ -325,3 +366,16 @@ def mean(metric: Any) -> float:
     """The value of a ``Ratio`` of torch scalars as a Python number, once all of its parts are in."""
     total, denominator = float(metric.total), float(metric.denominator)
     return total / denominator if denominator else total
+
+
+def means(metrics: Mapping[str, Any], *, sums: tuple[str, ...] = ()) -> dict[str, float]:
+    """The values of these ``Ratio``. What is of nothing in this batch has no mean, and is left out.
+
+    ``sums``: names of those for which a denominator of 0 stands for a plain sum, as an aggregation "token-sum" has it.
+
+    >>> from rl_fn import Ratio
+    >>> metrics = {"loss": Ratio(3.0, 0.0), "chosen_reward": Ratio(6.0, 2.0), "rejected_reward": Ratio(0.0, 0.0)}
+    >>> means(metrics, sums=("loss",))
+    {'loss': 3.0, 'chosen_reward': 3.0}
+    """
+    return {name: mean(value) for name, value in metrics.items() if name in sums or float(value.denominator)}

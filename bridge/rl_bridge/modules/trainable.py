@@ -259,10 +259,22 @@ class Trainable(Scorer):
         }
 
     def load_optimizer_states(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``optimizer_states`` gave."""
+        """Take back the moments and the number of updates that ``optimizer_states`` gave.
+
+        Rate, betas, weight decay and schedule are those of this module's own options, also for the next update.
+        """
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
         load_optimizer_state(self.model, self.optimizer, state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
+        self.scheduler.base_lrs = [group["initial_lr"] for group in options]
+        share = self.optimizer_config.scale(self.scheduler.last_epoch, self._updates)
+        for group, own in zip(self._groups(), options, strict=True):
+            group.update(own, lr=own["initial_lr"] * share)
+        self.scheduler._last_lr = [group["lr"] for group in self._groups()]
         self.zero_grad()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
 
 
 class CausalLMModule(Trainable, TokenScorer):

@@ -6,7 +6,7 @@ import torch
 
 from rl_bridge.parallel.checkpointing import Activations
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+FLOATS = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,12 @@ class ParallelConfig:
     """Keep sharded weights, gradients and the optimiser's state in the host's memory."""
 
     def __post_init__(self) -> None:
-        """Refuse dtypes that hold no gradients."""
+        """Refuse dtypes that hold no gradients, or lose small ones."""
         for name in ("param_dtype", "reduce_dtype"):
+            if getattr(self, name) == torch.float16:
+                raise ValueError(
+                    f"{name}=torch.float16 loses gradients below 6e-8, as no trainer scales its loss: "
+                    "torch.bfloat16 takes the same memory"
+                )
             if getattr(self, name) not in FLOATS:
                 raise ValueError(f"{name} must be one of {FLOATS}, got {getattr(self, name)!r}")

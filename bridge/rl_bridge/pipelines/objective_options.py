@@ -294,9 +294,9 @@ class ControlOptions:
     end: float | None = None
     """scheduled: last value."""
     steps: int | None = None
-    """scheduled: steps from the first value to the last."""
+    """scheduled: steps from the first value to the last, of those that update the policy."""
     warmup: int | None = None
-    """scheduled: steps of the warm-up."""
+    """scheduled: steps of the warm-up, counted likewise."""
 
     def controller(self, term: Literal["KL", "entropy"], coef: Any, samples: int) -> rl_fn.Controller:
         """The controller of a term that begins at ``coef``; ``samples`` completions are one step.

@@ -5,17 +5,20 @@ import json
 import math
 
 import pytest
+import torch
 
 import rl_fn
+from rl_bridge import AdamW, Policy, ScoringConfig, load_rows
 from rl_bridge.algorithms.completions import overlong, without_signal
 from rl_bridge.algorithms.evaluation import Archive, Evaluator, evaluate_both, pass_rates
 from rl_bridge.algorithms.policy_setup import Coefficients, Controlled, PolicyConfig, constraint
 from rl_bridge.data.trajectory import SamplingParams, Trajectory, single_turn
+from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.trained import controlled_terms
 from rl_bridge.pipelines.objective_options import ControlOptions, KLOptions, controlled, objective_options
 from rl_bridge.rewards import load
 from rl_fn import components
-from tests.bridge.algorithms.fake_engines import drawn
+from tests.bridge.algorithms.fake_engines import MODEL, FakePolicy, FakeRollout, drawn, given
 
 ROWS = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(6)]
 COUNTS = {"steps": 2, "prompts_per_step": 3, "updates_per_step": 2}
@@ -144,6 +147,69 @@ def test_what_is_not_finite_is_no_measurement(name, measured):
     for coefficients in (spoiled, without):
         coefficients.update({"kl": 0.4})
     assert spoiled.values() == without.values() and math.isfinite(spoiled.values()["kl"])
+
+
+class Measuring(FakePolicy):
+    """Measures an entropy in each update, and skips those that are told."""
+
+    skips = False
+
+    def train_step(self, batch, denominator, coefficients=None):
+        super().train_step(batch, denominator, coefficients)
+        return {"entropy": rl_fn.Ratio(torch.tensor(float("nan") if self.skips else 4.0), torch.tensor(10.0))}
+
+    def optimizer_step(self):
+        return super().optimizer_step() | ({"skipped": 1.0} if self.skips else {})
+
+
+IDLE = {
+    "warm-up": {"updates": 0},
+    "no signal": {"reward": lambda completion, row: 1.0},
+    "skipped": {"skips": True},
+    "all skipped": {"skips": True, "updates": 3},
+}
+
+
+def last_digit(completion, row):
+    """A reward that differs in every group."""
+    return float(completion[-1])
+
+
+def coefficients_of(steps, controller):
+    """The coefficient after each of these steps of a policy whose entropy bonus the controller sets."""
+    objective = rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.0))
+    engine, coefs = Measuring(), []
+    with given(policy=engine, rollout=FakeRollout()):
+        rollout = Rollout(MODEL)
+        policy = Policy(
+            MODEL,
+            objective,
+            AdamW(1e-3),
+            control={"entropy": controller},
+            scoring=ScoringConfig(temperature=0.8),
+            rehearsed=True,
+        )
+    for seed, step in enumerate(steps):
+        engine.skips = step.get("skips", False)
+        policy.sync_weights(rollout)
+        sampling = SamplingParams(n=4, max_new_tokens=4, temperature=0.8, seed=seed)
+        groups = rollout.generate(load_rows(ROWS).take(3), sampling)
+        groups = groups.score(step.get("reward", last_digit))
+        policy.update(groups.batch().with_advantages(objective), updates=step.get("updates", 1))
+        coefs.append(policy.coefficients["entropy"])
+    return coefs
+
+
+@pytest.mark.parametrize("idle", IDLE)
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_a_step_that_leaves_the_policy_as_it_is_leaves_every_coefficient_so(name, idle):
+    """Also that of a schedule, which counts the policy's updates."""
+    controller = CONTROLLERS[name].controller
+    moved = coefficients_of([{}, {}], controller)
+    start = float(controller.init().coef)
+    assert moved[0] != start
+    steps = [IDLE[idle], IDLE[idle], {}, IDLE[idle], {}]
+    assert coefficients_of(steps, controller) == [start, start, moved[0], moved[0], moved[1]]
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

@@ -2,9 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
-from rl_bridge.algorithms.policy_training import over_counted
+from rl_bridge.algorithms.policy_training import critic_update, over_counted, policy_update
 from rl_bridge.modules.policy import mean
+from rl_fn import Ratio
+from tests.bridge.algorithms.fake_engines import FakePolicy
 from tests.rl_fn.recipe_batches import OBJECTIVES, batch, loss_alone, mapped
 
 OF_COMPUTED = {"ratio_mean", "approx_kl", "kl", "entropy", "mismatch_k3", "correction_weight"}
@@ -33,3 +36,19 @@ def test_leaving_rows_out_changes_no_metric_that_is_said_to_be_of_all(name, whol
     for metric in shown:
         wanted = every if metric in OF_ALL else computed
         assert mean(shown[metric]) == pytest.approx(mean(wanted[metric]), rel=1e-4, abs=5e-6), metric
+
+
+class OfNothing(FakePolicy):
+    """A sum, a mean, and a mean over nothing."""
+
+    def train_step(self, batch, denominator, coefficients=None):
+        parts = {"policy_loss": (6.0, 3.0), "entropy": (6.0, 4.0), "kl": (0.0, 0.0)}
+        return {name: Ratio(*map(torch.tensor, part)) for name, part in parts.items()}
+
+
+def test_a_sum_is_shown_and_a_mean_over_nothing_is_not():
+    nothing = {"grad_norm": 1.0}
+    assert policy_update(OfNothing(), None, 0.0, 4, {}) == nothing | {"policy_loss": 6.0, "entropy": 1.5}
+    assert policy_update(OfNothing(), None, 2.0, 4, {}) == nothing | {"policy_loss": 3.0, "entropy": 1.5}
+    critic = critic_update(OfNothing(), None, 0.0)
+    assert critic == {"critic_grad_norm": 1.0, "policy_loss": 2.0, "entropy": 1.5}

@@ -1,11 +1,17 @@
 """Every number of OptimizerConfig reaches the optimiser it is for."""
 
+import copy
 import itertools
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
+from rl_bridge.modules.comparison import PreferenceModule, RewardModule
+from rl_bridge.modules.policy import PolicyModule
+from rl_bridge.modules.supervised import SupervisedModule
+from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig, Trainable
+from rl_bridge.modules.value import ValueModule
 from tests.support.ready import ready
 
 
@@ -40,6 +46,72 @@ def test_moments_follow_a_parameter_that_another_takes_the_place_of(new_model):
         assert len(state) == len(before)
         for parameter, moment in zip(module.model.parameters(), before, strict=True):
             assert state[parameter]["exp_avg"] is moment
+
+
+SAVED = OptimizerConfig(
+    learning_rate=1e-3, warmup=6, initial=0.5, decay="cosine", beta1=0.8, beta2=0.9, weight_decay=0.1, max_grad_norm=1.0
+)
+CHANGES = {
+    "learning_rate": 1e-4,
+    "warmup": 2,
+    "initial": 0.1,
+    "decay": "linear",
+    "final": 0.4,
+    "beta1": 0.5,
+    "beta2": 0.99,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.01,
+}
+DECAYED = ("decay", "final")
+"""Options of updates after the warm-up."""
+
+
+def updates(module, start, count):
+    """``count`` updates by gradients of their numbers from ``start``; the metrics of each."""
+    metrics = []
+    for step in range(start, start + count):
+        generator = torch.Generator().manual_seed(step)
+        for parameter in module.trained_parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        metrics.append(module.optimizer_step())
+    return metrics
+
+
+@pytest.mark.parametrize("before", [3, 8])
+@pytest.mark.parametrize("option", [*(field.name for field in fields(OptimizerConfig)), "updates", None])
+def test_a_resumed_optimiser_goes_on_with_the_options_of_now(new_model, option, before):
+    """Weights, moments and the number of updates are the checkpoint's; all else is what it would have been by now."""
+    config = SAVED if option in ("updates", None) else replace(SAVED, **{option: CHANGES[option]})
+    total = 40 if option == "updates" else 20
+    saved = ready(CausalLMModule, new_model(), SAVED, updates=20)
+    updates(saved, 0, before)
+    state = copy.deepcopy(saved.checkpoint_state())
+    expected, resumed = (ready(CausalLMModule, new_model(seed=seed), config, updates=total) for seed in (0, 1))
+    updates(expected, 0, before)
+    expected.model.load_state_dict(state["model"])
+    for name, parameter in expected.model.named_parameters():
+        for key, value in state["optimizer"]["state"].get(name, {}).items():
+            expected.optimizer.state[parameter][key].copy_(value)
+    updates(resumed, 0, 2)  # whose own updates are forgotten
+    resumed.load_checkpoint_state(state)
+    own, other = (dict(module.optimizer.param_groups[0], params=None) for module in (resumed, expected))
+    assert own == other and resumed.scheduler.state_dict() == expected.scheduler.state_dict()
+    metrics = updates(resumed, before, 3)
+    assert metrics == updates(expected, before, 3)
+    for a, b in zip(resumed.model.parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    unchanged = updates(saved, before, 3) == metrics and all(
+        torch.equal(a, b) for a, b in zip(resumed.model.parameters(), saved.model.parameters(), strict=True)
+    )
+    late = option in (*DECAYED, "updates") and before + 3 <= SAVED.warmup
+    early = option == "initial" and before >= SAVED.warmup
+    assert unchanged == (option is None or late or early)
+
+
+@pytest.mark.parametrize("kind", [SupervisedModule, PreferenceModule, RewardModule, PolicyModule, ValueModule])
+def test_every_trainer_resumes_its_optimiser_so(kind):
+    assert kind.load_optimizer_states is Trainable.load_optimizer_states
+    assert kind.on_weights_materialized is Trainable.on_weights_materialized
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The gradient of a PolicyModule: the one of the formulas, whatever the padding and the cut into micro-batches."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from rl_bridge.data.token_batch import TokenBatch, micro_batches
 from rl_bridge.models.small import tiny_qwen2
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig
-from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.modules.trainable import OptimizerConfig, Trainable
 from rl_fn import Rollouts, components
 from tests.support.policy_batch import make_batch
 from tests.support.ready import ready
@@ -278,3 +280,39 @@ def test_what_a_step_needs(gradients, field):
 def test_a_kl_objective_needs_the_reference(gradients):
     with pytest.raises(ValueError, match=r"which needs batch\.ref_logprobs; it is None"):
         gradients(make_batch()._replace(ref_logprobs=None), OBJECTIVES["grpo"])
+
+
+APART = rl_fn.recipes.dapo().replace(entropy=components.EntropyBonus(0.1))
+BY_PROMPT = components.Aggregation("prompt-mean")
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        rl_fn.recipes.grpo().replace(aggregation=BY_PROMPT),
+        APART.replace(entropy_aggregation=BY_PROMPT),
+    ],
+    ids=["loss", "entropy"],
+)
+def test_a_mean_over_prompts_is_refused_by_the_module_itself(new_model, objective):
+    """A micro-batch would count as one prompt."""
+    with pytest.raises(ValueError, match="a micro-batch holds rows of several prompts, so prompt-mean cannot"):
+        ready(PolicyModule, new_model(), OptimizerConfig(learning_rate=1e-3), objective, updates=1)
+
+
+@pytest.mark.parametrize("axis", ["shard", "replicate", "tensor"])
+@pytest.mark.parametrize("name", [*OVER_BATCH, "apart", "dapo"])
+def test_statistics_of_a_batch_that_is_split_are_refused_where_the_module_is_cut(monkeypatch, new_model, name, axis):
+    apart = APART.replace(entropy_aggregation=components.Aggregation("token-mean"))
+    objective = {**OVER_BATCH, **OBJECTIVES, "apart": apart}[name]
+    module = ready(PolicyModule, new_model(), OptimizerConfig(learning_rate=1e-3), objective, updates=1)
+    sizes, cut = {"shard": 1, "replicate": 1, "tensor": 1, axis: 2}, []
+    mesh = SimpleNamespace(get_group=lambda one: SimpleNamespace(size=lambda: sizes[one]))
+    monkeypatch.setattr(Trainable, "parallelize", lambda module, mesh: cut.append(mesh))
+    if name == "dapo" or axis == "tensor":
+        module.parallelize(mesh)
+        assert cut == [mesh]
+    else:
+        with pytest.raises(ValueError, match=r"split over 2 workers .*: train it with replicate=1 and shard=1"):
+            module.parallelize(mesh)
+        assert not cut

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rl_fn
-from rl_bridge.algorithms.comparison_training import accumulate
+from rl_bridge.algorithms.comparison_training import BatchStatistics, accumulate, evaluate_preference
 from rl_bridge.data.comparisons import collate_comparisons, stand_in_pair
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.small import tiny_qwen2
@@ -197,3 +197,23 @@ def test_what_cannot_be_is_refused(module):
     module.loss = CASES["aot"]
     with pytest.raises(ValueError, match="aot needs all comparisons at once"):
         module.train_step(random_comparisons(ROWS), 7.0)
+
+
+@pytest.mark.parametrize("desirable", [True, False])
+def test_a_mean_over_nothing_is_not_recorded(module, desirable):
+    """A reward of 0 would look like one that was measured."""
+    loss, batch = CASES["kto"], random_comparisons(ROWS, SIDES["pairs"])
+    batch = batch._replace(desirable=torch.full_like(batch.desirable, desirable))
+    absent, present = ("rejected_reward", "chosen_reward") if desirable else ("chosen_reward", "rejected_reward")
+    _, metrics = step(module, loss, batch)
+    measured = evaluate_preference(Direct(module), loss, batch)
+    assert absent not in metrics and {"loss", "accuracy", present} <= metrics.keys()
+    assert f"held_out_{absent}" not in measured and {"held_out_loss", f"held_out_{present}"} <= measured.keys()
+
+
+def test_the_moving_shift_stays_where_a_batch_has_one_side_alone():
+    statistics = BatchStatistics(CASES["bco"])
+    statistics.update({"chosen_reward": 2.0})
+    assert statistics.delta == 0.0
+    statistics.update({"chosen_reward": 2.0, "rejected_reward": 1.0})
+    assert statistics.delta == pytest.approx(0.1 * 1.5)

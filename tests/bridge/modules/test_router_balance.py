@@ -6,22 +6,25 @@ import pytest
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.comparison_training import accumulate
 from rl_bridge.common.random_numbers import generators
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine
+from rl_bridge.engines.dispatch import declared
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
-from rl_bridge.modules.comparison import ComparisonLoss, PreferenceModule
+from rl_bridge.modules.comparison import OVER_BATCH, ComparisonLoss, PreferenceModule
 from rl_bridge.modules.policy import PolicyModule, mean
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.rollout import InProcessRollout
+from tests.support.direct_engine import Direct
 from tests.support.lora_families import tiny
 from tests.support.one_step import host_of_rank, mesh_of, whole
 from tests.support.ranks import as_rank, found_by_ranks
@@ -119,8 +122,7 @@ def policy_step(module):
 
 def through(module):
     """As a loss that sorts the batch does it."""
-    module.backward_through(pairs(), torch.arange(6.0).view(3, 2) / 50, True)
-    return module.balance_metrics()
+    return module.backward_through(pairs(), torch.arange(6.0).view(3, 2) / 50, True)
 
 
 DPO = ComparisonLoss(name="dpo", constants={})
@@ -145,11 +147,25 @@ def test_every_trainer_of_tokens_adds_it_to_its_own_loss(name, cut):
     kind, args, options, step = STEPS[name]
     balance, wanted = balance_gradients(mixture("mixtral"), batch())
     without, module = (module_of(kind, mixture("mixtral", c), *args, cut=cut, **options) for c in (0.0, COEFFICIENT))
-    assert "router_balance" not in (step(without) or {})
+    assert "router_balance" not in step(without)
     assert mean(step(module)["router_balance"]) == pytest.approx(balance, rel=1e-5)
     before, after = gradients(without.model), gradients(module.model)
     assert float(max(x.abs().max() for x in wanted.values())) > 1e-3
     close({key: after[key] - before[key] for key in after}, wanted)
+
+
+@pytest.mark.parametrize("name", ["dpo", *OVER_BATCH])
+def test_every_loss_of_comparisons_has_it_in_the_record(name):
+    loss = ComparisonLoss(name=name, constants={})
+    module = module_of(PreferenceModule, mixture("mixtral"), loss)
+    balance, _ = expected(mixture("mixtral"), batch())
+    metrics = accumulate(Direct(module), loss, pairs(), {})
+    assert metrics["router_balance"] == pytest.approx(float(balance.detach()), rel=1e-5)
+    assert {"loss", "accuracy"} <= metrics.keys()
+
+
+def test_workers_add_it_up():
+    assert {declared(PreferenceModule.train_step), declared(PreferenceModule.backward_through)} == {"sum"}
 
 
 def test_two_steps_are_two_losses():

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from rl_bridge.algorithms.supervised_training import supervised_batch, supervised_update
+from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.models.encoding import encode_row
@@ -137,3 +137,13 @@ def test_a_supervised_batch_is_the_rows_own_answers(tokenizer):
     batch = supervised_batch(rows, lambda row: encode_row(tokenizer, row), 0)
     assert tokenizer.batch_decode(batch.tokens) == ["1+1=2<eos>", "5=55<eos><pad>"]
     assert batch.mask.tolist() == [[False] * 4 + [True] * 2, [False] * 2 + [True] * 3 + [False]]
+
+
+def test_rows_in_which_no_token_counts_have_no_loss(module):
+    """A held-out loss of 0 would stay the best one for ever."""
+    rows = BATCH._replace(mask=torch.zeros_like(BATCH.mask))
+    with pytest.raises(ValueError, match=r"none of the 9 tokens in the batch's 2 rows counts: .* is to be measured"):
+        held_out_nll(Direct(module), rows)
+    with pytest.raises(ValueError, match=r"none of the 9 tokens in the batch's 2 rows counts: .* is to be learnt"):
+        supervised_update(Direct(module), rows)
+    assert held_out_nll(Direct(module), BATCH) > 0

@@ -31,6 +31,13 @@ def test_a_mesh_of_another_make_is_refused():
         model_mesh(object())  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+def test_a_dtype_that_loses_small_gradients_is_refused(name):
+    with pytest.raises(ValueError, match=rf"{name}=torch\.float16 loses gradients .*: torch\.bfloat16"):
+        ParallelConfig(**{name: torch.float16})
+    assert getattr(ParallelConfig(**{name: torch.bfloat16}), name) == torch.bfloat16
+
+
 def test_dtypes_without_gradients_are_refused():
     with pytest.raises(ValueError, match=r"reduce_dtype must be one of .*, got torch\.int8"):
         ParallelConfig(reduce_dtype=torch.int8)
