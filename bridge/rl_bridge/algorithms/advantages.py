@@ -1,6 +1,7 @@
 """Inputs of an objective in a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,71 @@ def steps_of(
 
 # The inputs, by the fields that an objective names.
 
+SCORED_BY = {
+    "ref_logprobs": "reference.score(batch)",
+    "values": "critic.score(batch)",
+    "greedy_rewards": "groups.score(reward, greedy=rollout.generate(prompts, greedy))",
+    "teacher_logprobs": "teacher.score(batch)",
+}
+"""Inputs of an objective beyond the completions and their rewards, and what gives them."""
+CONTROLLED = ("kl", "reward_kl", "entropy")
+"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
+
+
+def require_scored(objective: Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
+    """Refuse inputs that are needed and that no model has given yet.
+
+    Raises:
+        ValueError: with the call that gives them.
+    """
+    for name, source in SCORED_BY.items():
+        if name in needed and present.get(name) is None:
+            raise ValueError(f"{objective.name} reads {name}, which {source} gives")
+
+
+SEVERAL = "*batch R G"
+"""Shape of the rewards of an objective that reads each of several by itself."""
+
+
+def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *, penalised: bool) -> Objective:
+    """The objective with the ``weights`` that the rewards come with, where it reads each reward by itself (GDPO).
+
+    The weights count behind the normalisation, which would undo them before it. Empty ``weights`` are all 1, None is no
+    sum of the rewards. ``penalised``: an overlong penalty is the last of the rewards, and weighs 1.
+
+    >>> from rl_fn import recipes
+    >>> with_reward_weights(recipes.gdpo(), (1.0, 0.1), penalised=True).advantage.weights
+    (1.0, 0.1, 1.0)
+
+    Raises:
+        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of.
+    """
+    advantage: Any = objective.advantage
+    if advantage.rewards_shape != SEVERAL:
+        return objective
+    if weights is None:
+        raise ValueError(
+            f"{objective.name} compares each reward by itself, and tchebycheff makes one number of all: take "
+            "weighted_sum, --policy.scalar.method weighted_sum"
+        )
+    if all(weight == 1 for weight in weights):
+        return objective
+    if not hasattr(advantage, "weights"):
+        raise ValueError(
+            f"{objective.name} reads each reward by itself, and its advantage has no weights: the rewards' "
+            f"{tuple(weights)} would have no effect. Leave them out (weights=…, --reward-weights)"
+        )
+    if advantage.weights is None:
+        own = (*weights, *((1.0,) if penalised else ()))
+        return objective.replace(advantage=replace(advantage, weights=tuple(map(float, own))))
+    if tuple(advantage.weights[: len(weights)]) != tuple(weights):
+        raise ValueError(
+            f"{objective.name} has the weights {tuple(advantage.weights)}, and the rewards have {tuple(weights)}: give "
+            "them once, with the objective (recipes.gdpo(weights=…), --objective.weights) or with the rewards "
+            "(score(…, weights=…), --reward-weights)"
+        )
+    return objective
+
 
 class Advantages:
     """Turns rewards of groups into advantages of tokens, by an objective."""
@@ -76,7 +142,7 @@ class Advantages:
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
-        self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
+        self._several, self._steps = shape == SEVERAL, shape == "*batch G S"
         fields = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
         self._draws = any("noise" in names for names in fields)
         self._advantages = from_jax(lambda rollouts, terms: with_coefficients(objective, terms).advantages(rollouts))

@@ -10,7 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.advantages import (
+    CONTROLLED,
+    SCORED_BY,
+    Advantages,
+    require_scored,
+    with_reward_weights,
+)
 from rl_bridge.algorithms.completions import Sampled, baseline_of, failures, joined, rewarded
 from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_ended, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
@@ -24,16 +30,6 @@ from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
 from rl_bridge.run.options import require_default, require_kind
-
-SCORED_BY = {
-    "ref_logprobs": "reference.score(batch)",
-    "values": "critic.score(batch)",
-    "greedy_rewards": "groups.score(reward, greedy=rollout.generate(prompts, greedy))",
-    "teacher_logprobs": "teacher.score(batch)",
-}
-"""Inputs of an objective beyond the completions and their rewards, and what gives them."""
-CONTROLLED = ("kl", "reward_kl", "entropy")
-"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
 
 
 class Draw(NamedTuple):
@@ -375,7 +371,9 @@ class GroupBatch:
         """
         if not isinstance(objective, rl_fn.Objective):
             raise TypeError(f"advantages are of an objective, as rl_fn.recipes.grpo(), got {objective!r}")
-        advantages, sampled = _advantages(objective), self.groups.scored
+        sampled = self.groups.scored
+        penalised = len(sampled.names) > sampled.applies.shape[1]
+        advantages = _advantages(with_reward_weights(objective, sampled.weights, penalised=penalised))
         tokens, terms = self.tokens, dict(coefficients or {})
         present = {"ref_logprobs": tokens.ref_logprobs, "values": tokens.old_values}
         present |= {"teacher_logprobs": tokens.teacher_logprobs, "greedy_rewards": sampled.greedy_rewards}
@@ -402,17 +400,6 @@ def require_batch(batch: Any) -> None:
     if not isinstance(batch, GroupBatch):
         way_on = ": groups.batch() makes one, once they are scored" if isinstance(batch, Groups) else ""
         raise TypeError(f"a model scores a batch of groups, and not a {type(batch).__name__}{way_on}")
-
-
-def require_scored(objective: rl_fn.Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
-    """Refuse inputs that are needed and that no model has given yet.
-
-    Raises:
-        ValueError: with the call that gives them.
-    """
-    for name, source in SCORED_BY.items():
-        if name in needed and present.get(name) is None:
-            raise ValueError(f"{objective.name} reads {name}, which {source} gives")
 
 
 def _require_scored_alike(parts: Sequence[Groups]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.advantages import CONTROLLED, require_scored
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_preference
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.policy_setup import (
@@ -32,7 +33,7 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
-from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_scored
+from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Reference, Scored, released_by_errors, token_logprobs
 from rl_bridge.memory.garbage_collection import phase_ended
