@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.algorithms.advantages import with_reward_weights
+from rl_bridge.algorithms.advantages import require_rescored, with_reward_weights
 from rl_bridge.algorithms.policy_setup import PolicyConfig, require_objective
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
@@ -113,6 +113,8 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
             self.rollout.require_own(self.model)
         objective = self.objective_and_control()[0]
         require_objective(objective, self.policy)
+        if not self.policy.recompute_old_logprobs:
+            require_rescored(objective, way_on="--policy.recompute-old-logprobs (recompute_old_logprobs=True)")
         if not reads_reference(objective) and not self.track_kl:
             reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
             require_used(self.policy, ("reference_every", "reference_share"), reason, part="policy")
