@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
+from rl_bridge.algorithms.advantages import require_rescored, with_reward_weights
 from rl_bridge.algorithms.policy_setup import PolicyConfig, require_objective
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
@@ -112,6 +113,8 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
             self.rollout.require_own(self.model)
         objective = self.objective_and_control()[0]
         require_objective(objective, self.policy)
+        if not self.policy.recompute_old_logprobs:
+            require_rescored(objective, way_on="--policy.recompute-old-logprobs (recompute_old_logprobs=True)")
         if not reads_reference(objective) and not self.track_kl:
             reason = f"with {objective.name}, which reads no reference, and --no-track-kl"
             require_used(self.policy, ("reference_every", "reference_share"), reason, part="policy")
@@ -132,7 +135,10 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
 
     def objective_and_control(self) -> tuple[rl_fn.Objective, dict[str, rl_fn.Controller]]:
         """The objective with its terms, and the controllers of their coefficients, by term."""
-        return controlled(self.objective.build(), self.kl_control, self.entropy_control, self.completions)
+        scalar, penalised = self.policy.scalar, self.policy.overlong_buffer is not None
+        weights = None if scalar.method == "tchebycheff" else scalar.weights or self.reward_weights
+        objective = with_reward_weights(self.objective.build(), weights, penalised=penalised)
+        return controlled(objective, self.kl_control, self.entropy_control, self.completions)
 
     def unread(self) -> dict[str, str]:
         """Options that nothing reads beside the others, those of a warm start without steps among them."""

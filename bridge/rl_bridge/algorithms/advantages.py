@@ -1,6 +1,7 @@
 """Inputs of an objective in a step: ``Rollouts`` for its advantages, fields of the batch for its loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,12 @@ from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import with_coefficients
 from rl_fn import Batch, Objective, Rollouts
-from rl_fn.objectives.components import PerToken
+from rl_fn.objectives.components import DecoupledPPO, PerToken
+from rl_fn.objectives.components.corrections import Drift, FunctionCorrection
+from rl_fn.objectives.dialects.dialect_losses import ImportanceBand
+
+OF_OLD = (FunctionCorrection, ImportanceBand, DecoupledPPO)
+"""Parts of an objective that read π_old/μ; a ``Drift`` among them reads π/μ."""
 
 # Steps of episodes (GiGPO): each turn's tokens, reward and the state that the turn began in.
 
@@ -69,6 +75,101 @@ def steps_of(
 
 # The inputs, by the fields that an objective names.
 
+SCORED_BY = {
+    "ref_logprobs": "reference.score(batch)",
+    "values": "critic.score(batch)",
+    "greedy_rewards": "groups.score(reward, greedy=rollout.generate(prompts, greedy))",
+    "teacher_logprobs": "teacher.score(batch)",
+}
+"""Inputs of an objective beyond the completions and their rewards, and what gives them."""
+CONTROLLED = ("kl", "reward_kl", "entropy")
+"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
+
+
+def require_scored(objective: Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
+    """Refuse inputs that are needed and that no model has given yet.
+
+    Raises:
+        ValueError: with the call that gives them.
+    """
+    for name, source in SCORED_BY.items():
+        if name in needed and present.get(name) is None:
+            raise ValueError(f"{objective.name} reads {name}, which {source} gives")
+
+
+def require_whole(objective: Objective, partly: Set[str]) -> None:
+    """Refuse log-probabilities that models gave of the rows in an earlier loss alone (``partly``).
+
+    Raises:
+        ValueError: with the order of the calls.
+    """
+    read = {"old_logprobs", *objective.required_rollout_fields, *objective.required_batch_fields}
+    if parts := sorted(read & partly):
+        raise ValueError(
+            f"{objective.name} reads {', '.join(parts)}, which a model gave behind earlier advantages, of the rows "
+            "in the loss alone: begin with groups.batch(), and let the models score it before its advantages"
+        )
+
+
+def require_rescored(objective: Objective, *, way_on: str) -> None:
+    """Refuse weights and masks of π_old/μ for a batch whose π_old is what the rollout sampled from, which is μ.
+
+    ``way_on``: what gives π_old of the trainer.
+
+    Raises:
+        ValueError: with the part of the objective, and the way on.
+    """
+    for part in parts_of(objective):
+        if isinstance(part, OF_OLD) and not isinstance(part, Drift):
+            raise ValueError(
+                f"{objective.name} has {part}, which reads π_old/μ, and π_old is what the rollout sampled from: that "
+                f"would be 1 on every token, and correct nothing. {way_on} gives π_old of the trainer"
+            )
+
+
+SEVERAL = "*batch R G"
+"""Shape of the rewards of an objective that reads each of several by itself."""
+
+
+def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *, penalised: bool) -> Objective:
+    """The objective with the ``weights`` that the rewards come with, where it reads each reward by itself (GDPO).
+
+    The weights count behind the normalisation, which would undo them before it. Empty ``weights`` are all 1, None is no
+    sum of the rewards. ``penalised``: an overlong penalty is the last of the rewards, and weighs 1.
+
+    >>> from rl_fn import recipes
+    >>> with_reward_weights(recipes.gdpo(), (1.0, 0.1), penalised=True).advantage.weights
+    (1.0, 0.1, 1.0)
+
+    Raises:
+        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of.
+    """
+    advantage: Any = objective.advantage
+    if advantage.rewards_shape != SEVERAL:
+        return objective
+    if weights is None:
+        raise ValueError(
+            f"{objective.name} compares each reward by itself, and tchebycheff makes one number of all: take "
+            "weighted_sum, --policy.scalar.method weighted_sum"
+        )
+    if all(weight == 1 for weight in weights):
+        return objective
+    if not hasattr(advantage, "weights"):
+        raise ValueError(
+            f"{objective.name} reads each reward by itself, and its advantage has no weights: the rewards' "
+            f"{tuple(weights)} would have no effect. Leave them out (weights=…, --reward-weights)"
+        )
+    if advantage.weights is None:
+        own = (*weights, *((1.0,) if penalised else ()))
+        return objective.replace(advantage=replace(advantage, weights=tuple(map(float, own))))
+    if tuple(advantage.weights[: len(weights)]) != tuple(weights):
+        raise ValueError(
+            f"{objective.name} has the weights {tuple(advantage.weights)}, and the rewards have {tuple(weights)}: give "
+            "them once, with the objective (recipes.gdpo(weights=…), --objective.weights) or with the rewards "
+            "(score(…, weights=…), --reward-weights)"
+        )
+    return objective
+
 
 class Advantages:
     """Turns rewards of groups into advantages of tokens, by an objective."""
@@ -76,7 +177,7 @@ class Advantages:
     def __init__(self, objective: Objective) -> None:
         self._objective = objective
         self._needed, shape = objective.required_rollout_fields, objective.advantage.rewards_shape
-        self._several, self._steps = shape == "*batch R G", shape == "*batch G S"
+        self._several, self._steps = shape == SEVERAL, shape == "*batch G S"
         fields = [(*part.required_fields, *getattr(part, "reads", ())) for part in parts_of(objective)]
         self._draws = any("noise" in names for names in fields)
         self._advantages = from_jax(lambda rollouts, terms: with_coefficients(objective, terms).advantages(rollouts))
@@ -114,7 +215,7 @@ class Advantages:
             return None if values is None else values.view(*groups, *values.shape[1:])
 
         fields: dict[str, Any] = {"rewards": sampled.rewards, "mask": grouped(batch.mask)}
-        valid = sampled.valid
+        valid = self._valid(sampled)
         if not bool(valid.all()):
             fields["valid"] = valid
         if self._several:
@@ -135,7 +236,6 @@ class Advantages:
                 fields[name] = value if name == "greedy_rewards" else grouped(value)
         rollouts = Rollouts(**fields)
         terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
-        # A function that knows nothing of failures sees all rewards; what it says of a failure counts nowhere.
         inputs = rollouts if self._objective.advantage.takes_valid else rollouts._replace(valid=None)
         advantages, returns = self._advantages(inputs, terms)
         computed, counted = self._selection(rollouts, advantages)
@@ -145,13 +245,34 @@ class Advantages:
         batch = batch._replace(advantages=advantages.flatten(0, 1), returns=returns)
         return batch, computed.flatten(), counted.flatten(0, 1)
 
-    def metrics(self, batch: TokenBatch) -> dict[str, float]:
-        """The KL that is taken off the rewards, a token, before its coefficient."""
-        if self._penalty is None or not bool(batch.mask.any()):
+    def _valid(self, sampled: Sampled) -> torch.Tensor:
+        """[P, n]: what counts. An advantage that does not take ``valid`` compares with all completions of a group.
+
+        A group of it with a failure counts nowhere: a failure is nobody's choice, and ends no run that has gone on for
+        days.
+
+        Raises:
+            ValueError: something was left out on purpose.
+        """
+        valid, advantage = sampled.valid, self._objective.advantage
+        if advantage.takes_valid:
+            return valid
+        if bool((sampled.ended & ~valid).any()):
+            raise ValueError(
+                f"the advantage {advantage.explain()} does not take valid, and would compare with completions that "
+                "select or None as a reward left out: a function (rewards, valid) of [P, n] both gets valid, which is "
+                "False there, or None where all count; an Advantage of your own says takes_valid = True"
+            )
+        return valid & valid.all(-1, keepdim=True)
+
+    def metrics(self, batch: TokenBatch, sampled: Sampled) -> dict[str, float]:
+        """The KL that is taken off the rewards, a token of what counts, before its coefficient."""
+        mask = batch.mask & sampled.valid.flatten()[:, None]
+        if self._penalty is None or not bool(mask.any()):
             return {}
         nothing = torch.zeros(batch.mask.shape)
         inputs: Any = Batch(batch.old_logprobs, nothing, nothing, batch.mask, ref_logprobs=batch.ref_logprobs)  # type: ignore[arg-type]
-        return {"reward_kl": float(self._penalty(inputs)[batch.mask].mean())}
+        return {"reward_kl": float(self._penalty(inputs)[mask].mean())}
 
 
 def parts_of(objective: Objective) -> list[PerToken]:
@@ -161,5 +282,5 @@ def parts_of(objective: Objective) -> list[PerToken]:
         part: Any = pending.pop()
         if part is not None:
             parts.append(part)
-            pending += getattr(part, "parts", ())
+            pending += [*getattr(part, "parts", ()), getattr(part, "correction", None)]
     return parts

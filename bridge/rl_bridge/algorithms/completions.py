@@ -111,6 +111,8 @@ class Sampled:
     """Metrics of rollouts that run ahead of training."""
     chosen: torch.Tensor | None = None
     """[P, n]: False where a completion was left out on purpose; None where none was."""
+    weights: tuple[float, ...] | None = ()
+    """w of ``rewards``, the sum of w r, the overlong penalty aside. Empty: all 1; None: ``rewards`` is no such sum."""
 
     @property
     def valid(self) -> torch.Tensor:
@@ -207,6 +209,7 @@ def rewarded(
         greedy_rewards=greedy,
         sampled_groups=len(total),
         turn_weight=_turn_weight(rewards, scalar),
+        weights=None if scalar.method == "tchebycheff" else tuple(scalar.weights or rewards.weights),
     )
 
 

@@ -10,7 +10,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.algorithms.advantages import Advantages
+from rl_bridge.algorithms.advantages import (
+    CONTROLLED,
+    SCORED_BY,
+    Advantages,
+    require_scored,
+    require_whole,
+    with_reward_weights,
+)
 from rl_bridge.algorithms.completions import Sampled, baseline_of, failures, joined, rewarded
 from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_ended, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
@@ -24,16 +31,6 @@ from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
 from rl_bridge.run.options import require_default, require_kind
-
-SCORED_BY = {
-    "ref_logprobs": "reference.score(batch)",
-    "values": "critic.score(batch)",
-    "greedy_rewards": "groups.score(reward, greedy=rollout.generate(prompts, greedy))",
-    "teacher_logprobs": "teacher.score(batch)",
-}
-"""Inputs of an objective beyond the completions and their rewards, and what gives them."""
-CONTROLLED = ("kl", "reward_kl", "entropy")
-"""Parts of an objective whose coefficient a controller may set, by the metric of the same name."""
 
 
 class Draw(NamedTuple):
@@ -279,9 +276,10 @@ class Groups:
     def held_out(self, *, pass_at: Sequence[int] = (), correct_reward: float = 1.0) -> dict[str, float]:
         """Metrics of an evaluation: the mean reward over prompts that are not trained on, with its bootstrap interval.
 
-        ``pass_at``: k of pass@k, the chance that one of k completions earns ``correct_reward``. ``rl-fn report`` shows
-        these metrics, and ``run.keep_best("held_out")`` goes by the mean. Completions that failed, and those that no
-        reward applies to, are in none of these; the former are counted (held_out_errors, held_out_aborted).
+        ``pass_at``: k of pass@k, the chance that one of k completions earns ``correct_reward``, the overlong penalty
+        aside. ``rl-fn report`` shows these metrics, and ``run.keep_best("held_out")`` goes by the mean. Completions
+        that failed, and those that no reward applies to, are in none of these; the former are counted
+        (held_out_errors, held_out_aborted).
 
         >>> greedy = SamplingParams(max_new_tokens=64, temperature=0.0)  # doctest: +SKIP
         >>> rollout.generate(held_out, greedy).score(reward).held_out()  # doctest: +SKIP
@@ -302,7 +300,8 @@ class Groups:
         else:  # the mean of the completions that count, of the prompts that have such a completion
             rewards = rewards.masked_fill(~valid, torch.nan)
             scores = rewards[valid.any(1)].nanmean(1).tolist()
-        named = {"held_out": interval(scores)} | pass_rates_of(rewards, pass_at, correct_reward)
+        earned = self.scored.earned.masked_fill(~valid, torch.nan)
+        named = {"held_out": interval(scores)} | pass_rates_of(earned, pass_at, correct_reward)
         failed = {f"held_out_{name}": share for name, share in failures(self.trajectories).items()}
         return with_ends(named) | {"held_out": sum(scores) / len(scores)} | failed
 
@@ -347,10 +346,16 @@ class GroupBatch:
     """Whether π_old is the trainer's (``policy.score``), and not what the rollout sampled from."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the advantages were measured by."""
+    partly: frozenset[str] = frozenset()
+    """Fields of the tokens that a model gave behind the advantages, of the rows that these left in the loss alone."""
 
     def with_fields(self, **fields: Any) -> "GroupBatch":
         """The batch with other fields of its tokens."""
         return replace(self, tokens=self.tokens._replace(**fields))
+
+    def scored_in_loss(self, name: str) -> "GroupBatch":
+        """The batch with a note that ``name`` is of the rows in the loss alone, where advantages chose these."""
+        return replace(self, partly=self.partly - {name} if self.computed is None else self.partly | {name})
 
     def with_scoring(self, kind: str, scoring: ScoringConfig) -> "GroupBatch":
         """The batch with how a model of this ``kind`` scored."""
@@ -370,16 +375,20 @@ class GroupBatch:
 
         Raises:
             TypeError: no objective of groups.
-            ValueError: the advantages read log-probabilities or values that no model has given yet; or a coefficient of
-                a term that the objective does not have.
+            ValueError: the advantages read log-probabilities or values that no model has given yet, or not of all rows;
+                or a coefficient of a term that the objective does not have; or rewards whose weights the objective
+                could not take.
         """
         if not isinstance(objective, rl_fn.Objective):
             raise TypeError(f"advantages are of an objective, as rl_fn.recipes.grpo(), got {objective!r}")
-        advantages, sampled = _advantages(objective), self.groups.scored
+        sampled = self.groups.scored
+        penalised = len(sampled.names) > sampled.applies.shape[1]
+        advantages = _advantages(with_reward_weights(objective, sampled.weights, penalised=penalised))
         tokens, terms = self.tokens, dict(coefficients or {})
         present = {"ref_logprobs": tokens.ref_logprobs, "values": tokens.old_values}
         present |= {"teacher_logprobs": tokens.teacher_logprobs, "greedy_rewards": sampled.greedy_rewards}
         require_scored(objective, objective.required_rollout_fields, present)
+        require_whole(objective, self.partly)
         if strange := [name for name in terms if getattr(objective, name, None) is None or name not in CONTROLLED]:
             raise ValueError(
                 f"{objective.name} has no term {strange[0]!r} with a coefficient: coefficients=policy.coefficients are "
@@ -388,7 +397,7 @@ class GroupBatch:
         seed = self.groups.sampling.seed
         batch = advantages.marked(self.tokens, sampled, correct_reward=correct_reward, seed=seed)
         batch, computed, counted = advantages.advantages(batch, sampled, terms)
-        metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch)
+        metrics = {"informative": float(computed.float().mean())} | advantages.metrics(batch, sampled)
         of_objective: dict[str, Any] = {"computed": computed, "counted": counted, "objective": objective}
         return replace(self, tokens=batch, metrics=metrics, coefficients=terms, **of_objective)
 
@@ -402,17 +411,6 @@ def require_batch(batch: Any) -> None:
     if not isinstance(batch, GroupBatch):
         way_on = ": groups.batch() makes one, once they are scored" if isinstance(batch, Groups) else ""
         raise TypeError(f"a model scores a batch of groups, and not a {type(batch).__name__}{way_on}")
-
-
-def require_scored(objective: rl_fn.Objective, needed: Sequence[str], present: Mapping[str, Any]) -> None:
-    """Refuse inputs that are needed and that no model has given yet.
-
-    Raises:
-        ValueError: with the call that gives them.
-    """
-    for name, source in SCORED_BY.items():
-        if name in needed and present.get(name) is None:
-            raise ValueError(f"{objective.name} reads {name}, which {source} gives")
 
 
 def _require_scored_alike(parts: Sequence[Groups]) -> None:

@@ -268,7 +268,7 @@ class Reference(Scored):
             return batch._replace(ref_logprobs=logprobs, ref_scorings=(scoring,))
         self.require_batch(batch)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
-        return scored.with_scoring(self.kind, self.engine.scoring_config())
+        return scored.scored_in_loss("ref_logprobs").with_scoring(self.kind, self.engine.scoring_config())
 
     def cache(self, rows: Rows) -> None:
         """Score all comparisons of ``rows`` once: each batch of these has log π_ref, and the reference may go.

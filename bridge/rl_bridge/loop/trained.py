@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.algorithms.advantages import CONTROLLED, require_rescored, require_scored
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_preference
 from rl_bridge.algorithms.completion_log import CompletionLog
 from rl_bridge.algorithms.policy_setup import (
@@ -31,7 +32,7 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
-from rl_bridge.loop.groups import CONTROLLED, GroupBatch, Groups, require_scored
+from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import (
     AdamW,
@@ -155,8 +156,18 @@ class Policy(Scored):
         """The batch with π_old of the trainer's present weights, for a rollout that is stale or less precise.
 
         A batch that has its advantages is scored where the loss reads it, as ``Reference.score`` does.
+
+        Raises:
+            ValueError: the batch has advantages that were made with the rollout's log-probabilities as π_old.
         """
         self.require_batch(batch)
+        if not batch.rescored and batch.objective is not None:
+            if "old_logprobs" in batch.objective.required_rollout_fields:
+                raise ValueError(
+                    f"the advantages of {batch.objective.name} read old_logprobs, and were made with those of the "
+                    "rollout: batch = policy.score(groups.batch()) comes first, batch.with_advantages(objective) behind"
+                )
+            batch = batch.scored_in_loss("old_logprobs")
         old = token_logprobs(self.engine, batch, updates, batch.tokens.old_logprobs)
         return replace(batch.with_fields(old_logprobs=old), rescored=True)
 
@@ -210,6 +221,8 @@ class Policy(Scored):
         if updates:
             require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())
             self._require_same_scoring(batch)
+            if not batch.rescored:
+                require_rescored(self.objective, way_on="batch = policy.score(batch)")
         self._require_own_draw(batch.groups, stale)
         phase_ended()
         # The critic's alone: a policy's loss reads none of them.

@@ -1,6 +1,7 @@
 """Advantage estimators as components: called with Rollouts, they return advantages per token, for a critic returns."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -70,18 +71,30 @@ class PerCompletion(Advantage):
 
 @dataclasses.dataclass(frozen=True)
 class CustomAdvantage(PerCompletion):
-    """Any function of rewards `*batch G` that returns one number per completion."""
+    """Any function of rewards `*batch G` that returns one number per completion.
 
-    of_rewards: Callable[[Any], jax.Array]
-    takes_valid = False
+    A function with a parameter named valid gets Rollouts.valid by this name: `*batch G`, or None where all are.
+    """
+
+    of_rewards: Callable[..., jax.Array]
     takes_group_ids = False
 
     def __post_init__(self) -> None:
         """Nothing is known of the function before it is called."""
 
+    @property
+    def takes_valid(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the function has a parameter of this name."""
+        try:
+            parameter = inspect.signature(self.of_rewards).parameters.get("valid")
+        except (TypeError, ValueError):  # builtins without a signature
+            return False
+        return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""
-        return self.of_rewards(rewards_of(rollouts))
+        of = {"valid": rollouts.valid} if self.takes_valid else {}
+        return self.of_rewards(rewards_of(rollouts), **of)
 
     def explain(self) -> str:
         """Return the function's name."""

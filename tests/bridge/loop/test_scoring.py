@@ -23,6 +23,8 @@ from rl_bridge import (
     Turns,
 )
 from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.pipelines.objective_options import CorrectionOptions, objective_options
+from rl_train.policy_configs import quickstart
 
 GRPO = rl_fn.recipes.grpo().replace(kl=None)
 SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
@@ -208,3 +210,70 @@ def test_a_reference_is_held_twice_only_where_some_of_it_stays(model, share, mon
     policy.sync_weights(reference, share=share)
     of_the_mean = [name for name in calls if name in ("copy_weights", "average_weights")]
     assert of_the_mean == (["copy_weights", "average_weights"] if share < 1 else [])
+
+
+OF_OLD = {
+    "TIS": GRPO.replace(correction=rl_fn.components.TIS()),
+    "IcePop": GRPO.replace(correction=rl_fn.components.IcePop()),
+    "Rejection": GRPO.replace(correction=rl_fn.components.Rejection(0.1)),
+    "a product": GRPO.replace(
+        correction=rl_fn.components.Product((rl_fn.components.VACOMask(0.1), rl_fn.components.TIS()))
+    ),
+    "decoupled_ppo": rl_fn.recipes.decoupled_ppo(),
+}
+OF_POLICY = {
+    "VACO": GRPO.replace(correction=rl_fn.components.VACOMask(0.1)),
+    "DPPO": GRPO.replace(loss=rl_fn.components.DPPO()),
+    "none": GRPO,
+}
+
+
+@pytest.mark.parametrize("name", [*OF_OLD, *OF_POLICY])
+def test_what_reads_the_old_policy_over_the_rollout_s_is_refused_until_the_old_policy_was_scored(model, batch, name):
+    """Else it is 1 on every token, and corrects nothing."""
+    objective = (OF_OLD | OF_POLICY)[name]
+    batch = batch.groups.batch().with_advantages(objective)
+    with Policy(model, objective, AdamW(1e-3)) as policy:
+        if name in OF_OLD:
+            with pytest.raises(ValueError, match=r"reads π_old/μ.* batch = policy\.score\(batch\) gives π_old"):
+                policy.update(batch, stale=True)
+            policy.update(batch, updates=0, stale=True)
+            batch = policy.score(batch)
+        assert "policy_loss" in policy.update(batch, stale=True)
+    options = replace(quickstart(), objective=objective_options("grpo"))
+    command = {"correction": CorrectionOptions(kind=name.lower())} if name in ("TIS", "IcePop") else None
+    own = objective_options("decoupled_ppo") if name == "decoupled_ppo" else command
+    if own is not None:
+        own = objective_options("grpo", **own) if isinstance(own, dict) else own
+        with pytest.raises(ValueError, match=r"--policy\.recompute-old-logprobs"):
+            replace(options, objective=own)
+        replace(options, objective=own, policy=replace(options.policy, recompute_old_logprobs=True))
+
+
+OF_REWARD = {
+    "reward_kl": GRPO.replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+    "distillation": rl_fn.recipes.on_policy_distillation(),
+}
+
+
+@pytest.mark.parametrize("name", OF_REWARD)
+def test_the_old_policy_is_scored_before_the_advantages_that_read_it(model, batch, name):
+    objective = OF_REWARD[name]
+    start = batch.groups.batch()
+    given = start.with_fields(ref_logprobs=start.tokens.old_logprobs, teacher_logprobs=start.tokens.old_logprobs - 1.0)
+    with Policy(model, objective, AdamW(1e-3)) as policy:
+        with pytest.raises(ValueError, match=r"policy\.score\(groups\.batch\(\)\) comes first"):
+            policy.score(given.with_advantages(objective))
+        policy.update(policy.score(policy.score(given).with_advantages(objective)), stale=True)
+
+
+def test_what_was_scored_of_the_rows_in_a_loss_is_no_input_of_other_advantages(model, batch):
+    with Policy(model, GRPO, AdamW(1e-3)) as policy, Reference(model) as reference:
+        whole = policy.score(reference.score(batch.groups.batch()))
+        whole.with_advantages(GRPO).with_advantages(OF_REWARD["reward_kl"])
+        for scorer, name in ((reference, "ref_logprobs"), (policy, "old_logprobs")):
+            part = scorer.score(whole.groups.batch().with_advantages(GRPO))
+            ready = part if name == "ref_logprobs" else part.with_fields(ref_logprobs=part.tokens.old_logprobs)
+            with pytest.raises(ValueError, match=f"reads {name}, which a model gave behind earlier advantages"):
+                ready.with_advantages(OF_REWARD["reward_kl"])
+        reference.score(batch.groups.batch().with_advantages(GRPO)).with_advantages(GRPO)

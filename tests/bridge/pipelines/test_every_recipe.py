@@ -49,6 +49,7 @@ def start(tokenizer, tmp_path_factory):
 def pipeline_of(recipe, folder, teacher, **options):
     policy = {"steps": 2, "prompts_per_step": 3, "updates_per_step": 2}
     policy |= {"correct_reward": 0.5} if recipe == "vapo" else {}  # the others do not read what is correct
+    policy |= {"recompute_old_logprobs": True} if recipe == "decoupled_ppo" else {}
     sampling = SamplingParams(n=4, max_new_tokens=4)
     policy = PolicyConfig(**policy | {"sampling": sampling} | options.pop("policy", {}))
     needs_teacher = recipe == "on_policy_distillation"

@@ -267,3 +267,65 @@ def test_names_come_with_the_first_values_that_are_no_none():
         later = load(lambda completion, row: {completion: 1.0}, none="leave-out")
         later.score(trajectories("c"))
         later.score(trajectories("d"))
+
+
+def centred(rewards):
+    return rewards - rewards.mean(-1, keepdims=True)
+
+
+def centred_of_valid(rewards, valid):
+    mean = rewards.mean(-1, keepdims=True) if valid is None else rewards.mean(-1, keepdims=True, where=valid)
+    return rewards - mean
+
+
+def first_advantages(groups, advantage):
+    objective = rl_fn.recipes.grpo().replace(kl=None, advantage=advantage)
+    batch = groups.batch().with_advantages(objective)
+    return batch.tokens.advantages[:, 1].view(groups.rewards.shape), batch.counted.any(1).view(groups.rewards.shape)
+
+
+def test_an_own_advantage_sees_what_counts_or_is_refused():
+    """By None, by a choice, or by a failure, which ends no run: then the group counts nowhere."""
+    whole = groups_of([1.0, 0.0, 0.5, 1.0], [1.0, 0.5, 0.0, 0.0])
+    for advantage in (centred, centred_of_valid):
+        assert torch.equal(
+            first_advantages(whole, advantage)[0], first_advantages(whole, rl_fn.recipes.dr_grpo().advantage)[0]
+        )
+    mask = torch.tensor([[True, True, False, False], [True] * 4])
+    nones = groups_of([1.0, 0.0, None, None], [1.0, 0.5, 0.0, 0.0])
+    failed = [replace(t, finish_reason="error") if i in (2, 3) else t for i, t in enumerate(whole.trajectories)]
+    failed = replace(whole, trajectories=failed, sampled=replace(whole.scored, trajectories=failed))
+    for groups in (whole.select(mask), nones, failed):
+        found, counted = first_advantages(groups, centred_of_valid)
+        assert found[0].tolist() == [0.5, -0.5, 0.0, 0.0] and torch.equal(counted, mask)
+    for groups in (whole.select(mask), nones):
+        with pytest.raises(ValueError, match=r"centred does not take valid.*a function \(rewards, valid\)"):
+            first_advantages(groups, centred)
+    found, counted = first_advantages(failed, centred)
+    assert not found[0].any() and not counted[0].any() and counted[1].all() and found[1].any()
+
+
+def test_a_kl_in_the_reward_is_measured_of_what_counts():
+    objective = rl_fn.recipes.rloo().replace(kl=None, reward_kl=rl_fn.components.KL("k1", 0.1))
+
+    def measured(groups, far):
+        batch = groups.batch()
+        far_from = torch.zeros(batch.tokens.mask.shape)
+        far_from[far] = 40.0
+        return batch.with_fields(ref_logprobs=batch.tokens.old_logprobs - 1.0 - far_from).with_advantages(objective)
+
+    whole, nones = groups_of([1.0, 0.0, 0.5]), groups_of([1.0, 0.0, 0.5, None])
+    assert measured(whole, []).metrics["reward_kl"] == pytest.approx(1.0)
+    assert measured(nones, [3]).metrics["reward_kl"] == pytest.approx(1.0)
+    assert measured(whole.select(torch.tensor([[True, True, False]])), [2]).metrics["reward_kl"] == pytest.approx(1.0)
+    assert "reward_kl" not in measured(groups_of([None, None]), []).metrics
+
+
+def test_pass_at_k_is_of_what_was_earned_before_the_overlong_penalty():
+    groups = groups_of([1.0, 1.0, 0.0, None])
+    penalised = groups.score(
+        lambda completion, row: [1.0, 1.0, 0.0, None][int(completion)], none="leave-out", overlong_buffer=3
+    )
+    assert bool((penalised.rewards[0, :3] < penalised.scored.earned[0, :3]).any())
+    assert penalised.held_out(pass_at=(1,))["pass@1"] == groups.held_out(pass_at=(1,))["pass@1"] == pytest.approx(2 / 3)
+    assert penalised.held_out()["held_out"] < groups.held_out()["held_out"]

@@ -1,0 +1,130 @@
+"""Weights of several rewards count where an objective reads each reward by itself, in loops and on the command line."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import rl_bridge
+import rl_fn
+from rl_bridge.algorithms.policy_setup import ScalarOptions
+from rl_bridge.data.trajectory import single_turn
+from rl_bridge.pipelines.objective_options import objective_options
+from rl_fn import components
+from rl_train.policy_configs import quickstart
+
+RIGHT, STYLE = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]], [[0.2, 0.9, 0.3, 0.1], [0.5, 0.1, 0.0, 0.4]]
+LENGTHS = [1, 4, 2, 3] * 2
+GDPO = rl_fn.recipes.gdpo()
+
+
+def groups_of(weights=(), *, scalar=None, buffer=None):
+    """Two groups of four completions, each with both rewards; number 1 of a group has all 4 tokens."""
+    drawn = [
+        replace(
+            single_turn(
+                [5],
+                [6] * length,
+                logprobs=[-0.5] * length,
+                group=number // 4,
+                messages=({"role": "user", "content": "x"}, {"role": "assistant", "content": str(number)}),
+            ),
+            row={"prompt": "x"},
+        )
+        for number, length in enumerate(LENGTHS)
+    ]
+    sampling = rl_bridge.SamplingParams(n=4, max_new_tokens=4)
+    groups = rl_bridge.Groups(trajectories=drawn, sampling=sampling, pad_token=0)
+
+    def right(completion, row):
+        return RIGHT[int(completion) // 4][int(completion) % 4]
+
+    def style(completion, row):
+        return STYLE[int(completion) // 4][int(completion) % 4]
+
+    return groups.score([right, style], weights, scalar=scalar, overlong_buffer=buffer)
+
+
+def by_hand(weights, *more):
+    """S = Σ w r̂ of both rewards and ``more``, whitened over the batch."""
+    rewards = torch.tensor([RIGHT, STYLE, *more])
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    each = centred / (centred.square().sum(-1, keepdim=True) / 3).sqrt().clamp(min=1e-9)
+    total = (torch.tensor(weights).view(-1, 1, 1) * each).sum(0)
+    return ((total - total.mean()) / total.std()).flatten()
+
+
+def advantages_of(groups, objective=GDPO):
+    batch = groups.batch().with_advantages(objective)
+    assert batch.objective == objective, "the policy has this one"
+    return torch.stack([row[mask][0] for row, mask in zip(batch.tokens.advantages, batch.tokens.mask, strict=True)])
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.1), (1.0, 0.0), (0.0, 2.0), (1.0, -0.5), (1.0, 1.0), ()], ids=str)
+@pytest.mark.parametrize("place", ["weights", "scalar", "objective", "both"])
+def test_weights_count_behind_the_normalisation_wherever_they_stand(weights, place):
+    """A reward of weight 0 has no part in the advantages."""
+    scalar = ScalarOptions(weights=weights or None) if place == "scalar" else None
+    groups = groups_of(weights if place in ("weights", "both") else (), scalar=scalar)
+    objective = rl_fn.recipes.gdpo(weights=weights or None) if place in ("objective", "both") else GDPO
+    found = advantages_of(groups, objective)
+    torch.testing.assert_close(found, by_hand(weights or (1.0, 1.0)), rtol=1e-3, atol=1e-3)
+
+
+def test_an_overlong_penalty_is_one_more_reward_of_weight_one():
+    penalty = [[0.0, -1.0, 0.0, -0.5]] * 2
+    found = advantages_of(groups_of((1.0, 0.1), buffer=2))
+    torch.testing.assert_close(found, by_hand((1.0, 0.1, 1.0), penalty), rtol=1e-3, atol=1e-3)
+    small = rl_fn.recipes.gdpo(weights=(1.0, 0.1, 0.2))
+    for weights in ((1.0, 0.1), ()):
+        found = advantages_of(groups_of(weights, buffer=2), small)
+        torch.testing.assert_close(found, by_hand((1.0, 0.1, 0.2), penalty), rtol=1e-3, atol=1e-3)
+
+
+@dataclass(frozen=True)
+class Unweighted(components.Advantage):
+    """The sum of all rewards, each as it is."""
+
+    rewards_shape = "*batch R G"
+    takes_valid = True
+    equation = "Σ r"
+
+    def per_token_advantages(self, rollouts):
+        return rollouts.rewards.sum(-2)[..., None] * rollouts.mask.astype("float32")
+
+
+def test_weights_that_would_have_no_effect_are_refused():
+    with pytest.raises(ValueError, match=r"gdpo has the weights \(1\.0, 2\.0\), and the rewards have \(1\.0, 0\.1\)"):
+        advantages_of(groups_of((1.0, 0.1)), rl_fn.recipes.gdpo(weights=(1.0, 2.0)))
+    own = GDPO.replace(advantage=Unweighted())
+    with pytest.raises(ValueError, match=r"no weights: the rewards' \(1\.0, 0\.1\) would have no effect"):
+        advantages_of(groups_of((1.0, 0.1)), own)
+    expected = torch.tensor([RIGHT, STYLE]).sum(0).flatten()
+    torch.testing.assert_close(advantages_of(groups_of(), own), expected)
+    one_number = ScalarOptions(method="tchebycheff", ideal=(1.0, 1.0))
+    with pytest.raises(ValueError, match="tchebycheff makes one number of all: take weighted_sum"):
+        advantages_of(groups_of(scalar=one_number))
+    grpo = rl_fn.recipes.grpo().replace(kl=None)
+    assert advantages_of(groups_of((1.0, 0.1)), grpo).any(), "an objective of one number has it with the weights"
+
+
+def test_the_command_weighs_and_refuses_in_the_same_way():
+    start = replace(quickstart(), objective=objective_options("gdpo"), reward=("exact", "short=exact"))
+
+    def weights(**changes):
+        return replace(start, **changes).objective_and_control()[0].advantage.weights
+
+    policy = start.policy
+    assert weights() is None and weights(reward_weights=(1.0, 1.0)) is None
+    assert weights(reward_weights=(1.0, 0.1)) == (1.0, 0.1)
+    assert weights(policy=replace(policy, scalar=ScalarOptions(weights=(0.0, 2.0)))) == (0.0, 2.0)
+    buffered = replace(policy, overlong_buffer=1)
+    assert weights(reward_weights=(1.0, 0.1), policy=buffered) == (1.0, 0.1, 1.0)
+    own = objective_options("gdpo", weights=(1.0, 2.0))
+    assert weights(objective=own) == (1.0, 2.0) == weights(objective=own, reward_weights=(1.0, 2.0))
+    with pytest.raises(
+        ValueError, match=r"give them once, with the objective .*--objective\.weights.*--reward-weights"
+    ):
+        weights(objective=own, reward_weights=(1.0, 0.1))
+    with pytest.raises(ValueError, match=r"--policy\.scalar\.method weighted_sum"):
+        weights(policy=replace(policy, scalar=ScalarOptions(method="tchebycheff", ideal=(1.0, 1.0))))
