@@ -258,7 +258,7 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: rows that were encoded for another vocabulary, that a reference scored otherwise than here, or of
+            ValueError: rows that were encoded for another vocabulary, scored by a reference otherwise than here, or of
                 which no token counts.
         """
         if isinstance(batch, TokenBatch | PairBatch):
