@@ -236,8 +236,11 @@ class Advantages:
                 fields[name] = value if name == "greedy_rewards" else grouped(value)
         rollouts = Rollouts(**fields)
         terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
-        inputs = rollouts if self._objective.advantage.takes_valid else rollouts._replace(valid=None)
-        advantages, returns = self._advantages(inputs, terms)
+        takes_valid = self._objective.advantage.takes_valid
+        advantages, returns = self._advantages(rollouts if takes_valid else rollouts._replace(valid=None), terms)
+        if not takes_valid:  # it has numbers there, too
+            left_out = ~valid.view(*valid.shape, *(1,) * (advantages.dim() - valid.dim()))
+            advantages = advantages.masked_fill(left_out, 0.0)
         computed, counted = self._selection(rollouts, advantages)
         if self._steps:  # of the episode's tokens each belongs to one turn
             advantages, computed, counted = advantages.sum(-2), computed.any(-1), counted.any(-2)

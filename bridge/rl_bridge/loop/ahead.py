@@ -109,15 +109,13 @@ class Ahead:
         self._rewards = loaded_rewards(reward, weights, none)
         self._of_rewards = {"scalar": asdict(config.scalar), "overlong_buffer": overlong_buffer, "none": none}
         self._engines = PolicyEngines(policy=policy.engine, rollout=rollout.engine)
-        self._limits, conversations = dict[str, Any](), None
-        self._environment = dict[str, str]()
+        self._limits, self._environment, conversations = dict[str, Any](), dict[str, str](), None
         if environment is not None or tools:
             factory = rollout.environment_of(rows.rows, environment, tools, parse)
             self._limits = {"max_turns": max_turns, "max_tokens": max_tokens}
             self._environment = {"environment": fingerprint_of(factory)}
-            waiting: dict[str, Any] = {"step_timeout": step_timeout, "processes": processes}
-            tokenizer, turn_tokens = rollout.model.tokenizer, sampling.max_new_tokens
-            conversations = talking(rollout.engine, factory, tokenizer, turn_tokens, **self._limits, **waiting)
+            how: dict[str, Any] = {**self._limits, "step_timeout": step_timeout, "processes": processes}
+            conversations = talking(rollout.engine, factory, rollout.model.tokenizer, sampling.max_new_tokens, **how)
         else:
             of_turns: dict[str, Any] = {"parse": parse, "max_turns": max_turns, "max_tokens": max_tokens}
             of_turns |= {"step_timeout": step_timeout, "processes": processes}

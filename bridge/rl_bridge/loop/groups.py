@@ -355,7 +355,8 @@ class GroupBatch:
 
     def scored_in_loss(self, name: str) -> "GroupBatch":
         """The batch with a note that ``name`` is of the rows in the loss alone, where advantages chose these."""
-        return replace(self, partly=self.partly - {name} if self.computed is None else self.partly | {name})
+        whole = self.computed is None or bool(self.computed.all())
+        return replace(self, partly=self.partly - {name} if whole else self.partly | {name})
 
     def with_scoring(self, kind: str, scoring: ScoringConfig) -> "GroupBatch":
         """The batch with how a model of this ``kind`` scored."""

@@ -96,7 +96,7 @@ class Rewards:
         and a completion without any is left out and counted.
         """
         self.none: OnNone = none
-        """What becomes of a reward that is None."""
+        """The rule for a reward that is None."""
         self._rewards = tuple(rewards)
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._settled: set[int] = set()

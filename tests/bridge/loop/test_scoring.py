@@ -101,7 +101,7 @@ def test_a_controller_is_of_a_term_with_its_coefficient(model, batch):
         Policy(model, in_reward, AdamW(1e-3), control={"reward_kl": rl_fn.linear_kl(1.0, 0.02)}),
         Reference(model),
     )
-    scored = reference.score(batch)
+    scored = reference.score(batch.groups.batch())
     with pytest.raises(ValueError, match=r"with_advantages\(objective, coefficients=policy\.coefficients\)"):
         policy.update(scored.with_advantages(in_reward))
     weighed = scored.with_advantages(in_reward, coefficients=policy.coefficients)
