@@ -179,7 +179,7 @@ def test_what_cannot_fit_is_refused_by_its_numbers(make, caplog):
 @pytest.mark.parametrize(("make", "holds"), [(dynamic, 4 * POSITIONS), (tiny, 4 * POSITIONS), (dynamic, 12)])
 def test_a_served_engine_draws_no_more_than_the_trainer_reads(make, holds, monkeypatch):
     """An engine may hold more, as vLLM multiplies positions by a rotary factor, or less."""
-    limits = SimpleNamespace(longest=holds)
+    limits = SimpleNamespace(longest=holds, vocabulary=None)
     engine = SimpleNamespace(limits=lambda: limits, close=lambda: None, forget=lambda rows: None)
     monkeypatch.setattr(served_rollout, "ServedEngine", lambda *arguments, **options: engine)
     monkeypatch.setattr(served_rollout, "UpdatedEngine", lambda *arguments, **options: None)

@@ -40,7 +40,7 @@ class SimulatedServer:
         self.names = itertools.count()
 
     def limits(self):
-        return SimpleNamespace(longest=2**40)
+        return SimpleNamespace(longest=2**40, vocabulary=None)
 
     def submit(self, tokens, sampling, *, seed, drawn, limit, stop):
         assert limit >= 1, f"a request for {limit} tokens"
