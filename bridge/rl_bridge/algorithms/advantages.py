@@ -236,17 +236,30 @@ class Advantages:
                 fields[name] = value if name == "greedy_rewards" else grouped(value)
         rollouts = Rollouts(**fields)
         terms = {name: torch.tensor(value) for name, value in coefficients.items() if name == "reward_kl"}
-        takes_valid = self._objective.advantage.takes_valid
-        advantages, returns = self._advantages(rollouts if takes_valid else rollouts._replace(valid=None), terms)
-        if not takes_valid:  # it has numbers there, too
-            left_out = ~valid.view(*valid.shape, *(1,) * (advantages.dim() - valid.dim()))
-            advantages = advantages.masked_fill(left_out, 0.0)
+        if self._objective.advantage.takes_valid or "valid" not in fields:
+            advantages, returns = self._advantages(rollouts, terms)
+        else:
+            advantages, returns = self._of_whole_groups(rollouts, terms)
         computed, counted = self._selection(rollouts, advantages)
         if self._steps:  # of the episode's tokens each belongs to one turn
             advantages, computed, counted = advantages.sum(-2), computed.any(-1), counted.any(-2)
         returns = None if returns is None else returns.flatten(0, 1)
         batch = batch._replace(advantages=advantages.flatten(0, 1), returns=returns)
         return batch, computed.flatten(), counted.flatten(0, 1)
+
+    def _of_whole_groups(self, rollouts: Rollouts, terms: Mapping[str, Any]) -> list[Any]:
+        """Advantages and returns of groups in which all count, as if there were no others, whose own are 0."""
+        valid: Any = rollouts.valid
+        whole = valid.all(-1)
+        places = whole.nonzero()[:, 0] if bool(whole.any()) else torch.arange(len(whole))
+        fields = {name: value for name, value in rollouts._asdict().items() if name != "valid" and value is not None}
+        results: list[Any] = []
+        for part in self._advantages(Rollouts(**{name: value[places] for name, value in fields.items()}), terms):
+            if part is not None:
+                result = part.new_zeros(len(whole), *part.shape[1:]).index_copy(0, places, part)
+                part = result.masked_fill(~whole.view(-1, *(1,) * (result.dim() - 1)), 0.0)
+            results.append(part)
+        return results
 
     def _valid(self, sampled: Sampled) -> torch.Tensor:
         """[P, n]: what counts. An advantage that does not take ``valid`` compares with all completions of a group.

@@ -165,7 +165,7 @@ class AheadSampler:
                 "skips": [[number, count] for number, count in self._skips.items() if number >= head],
                 "settings": self._settings,
                 "bound": self._bound,
-                "prompts": _digest(self._ledger),
+                "rows": _digest(self._ledger),
             }
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class AheadSampler:
         untrained = range(numbers[0], state["ledger"]["opened"]) if numbers else ()
         prompts = {number: self._prompt(number)[0] for number in untrained}
         ledger = loaded(state["ledger"], prompts.__getitem__)
-        if state.get("prompts", digest := _digest(ledger)) != digest:
+        if state.get("rows", digest := _digest(ledger)) != digest:  # a checkpoint of an earlier version has none
             return ["their rows, or the tokens of their prompts, are others"]
         self._ledger, self._weights = ledger, dict(state["weights"])
         if "rewards" in state:  # a checkpoint of an earlier version has none

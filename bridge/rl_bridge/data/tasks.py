@@ -59,7 +59,8 @@ def prompt_of(row: Mapping[str, Any]) -> str:
     True
     """
     if not missing(row, "prompt"):
-        return repr(_in_order(row["prompt"]))
+        task = [row["reset"]] if row.get("reset") else []  # of an OpenEnv server: prompts of many tasks are alike
+        return repr(_in_order([row["prompt"], *task] if task else row["prompt"]))
     if missing(row, "messages") or not all(isinstance(message, Mapping) for message in row["messages"]):
         return repr(_in_order({name: value for name, value in row.items() if name != "_where"}))
     return repr(_in_order(list(takewhile(lambda message: message.get("role") != "assistant", row["messages"]))))

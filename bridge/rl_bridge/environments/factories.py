@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
@@ -236,8 +236,10 @@ def require_here(factory: EnvironmentFactory) -> None:
 
 
 def fingerprint_of(factory: EnvironmentFactory) -> str:
-    """Changes where an environment's file or its imports do, a server's address, or a tool; not where a file lies."""
-    return f"{factory.name}:{factory.content}" if isinstance(factory, FileFactory) else mark_of(factory)
+    """Changes where an environment's file or its imports do, or a tool; not with the place of a file or a server."""
+    if isinstance(factory, FileFactory):
+        return f"{factory.name}:{factory.content}"
+    return mark_of(replace(factory, url="", timeout=0.0) if isinstance(factory, OpenEnv) else factory)
 
 
 _lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)

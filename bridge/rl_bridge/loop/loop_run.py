@@ -267,7 +267,7 @@ class Run:
                 if self._step is not None:
                     self.log()
                 phase_ended()
-        self._done[stage] = total
+        self._done[stage] = self._run.done
         changed.clear()
 
     def log(self, *measured: Mapping[str, float] | Measured) -> None:

@@ -25,12 +25,12 @@ class ParallelConfig:
     """Keep sharded weights, gradients and the optimiser's state in the host's memory."""
 
     def __post_init__(self) -> None:
-        """Refuse dtypes that hold no gradients, or lose small ones."""
+        """Refuse dtypes that hold no gradients, or neither large activations nor small gradients."""
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) == torch.float16:
                 raise ValueError(
-                    f"{name}=torch.float16 loses gradients below 6e-8, as no trainer scales its loss: "
-                    "torch.bfloat16 takes the same memory"
+                    f"{name}=torch.float16 ends at 65504, and loses gradients below 6e-8, as no trainer scales its "
+                    "loss: torch.bfloat16 takes the same memory"
                 )
             if getattr(self, name) not in FLOATS:
                 raise ValueError(f"{name} must be one of {FLOATS}, got {getattr(self, name)!r}")

@@ -1,14 +1,11 @@
 """One run in one folder: steps that are logged, shown, checkpointed, stopped by a signal and taken up again."""
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
-
-from tqdm import tqdm
 
 from rl_bridge.checkpoints import Checkpointer
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
@@ -18,6 +15,7 @@ from rl_bridge.executors import Executor
 from rl_bridge.run.best import Best
 from rl_bridge.run.folder import Opened, begin_or_resume
 from rl_bridge.run.options import OBSERVED, RunOptions, require_used
+from rl_bridge.run.progress import Bar
 from rl_bridge.run.recorder import Recorder, Skips, whose
 
 
@@ -106,13 +104,6 @@ class Observers:
                 note(f"{type(observer).__name__} failed, and the run goes on without it: {message}")
 
 
-SHOWN = {"reward": "reward", "nll": "nll", "loss": "loss", "accuracy": "accuracy", "kl": "KL", "entropy": "entropy"}
-SHOWN |= {"clip_fraction": "clip"}
-NARROW = 120
-"""Columns below which the progress line has numbers and no bar."""
-NARROW_BAR, NARROW_BAR_TAKES = "{desc} {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]", 38
-
-
 class Stateful(Protocol):
     """A part of the driver that a checkpoint saves, as a data stream. Engines save themselves."""
 
@@ -171,12 +162,13 @@ class Run:
         self._recorder: Recorder = self._opened.recorder
         self._observers = Observers(observers, self.note)
         self._signals = StopRequest()
-        self._bar: tqdm | None = None
-        self._room = NARROW
+        self._bar: Bar | None = None
         self._stage, self._updated = "", None
-        self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful]] | None = None
-        """Stage, steps and state of a step that the loop left behind its record and before its checkpoint."""
-        self._step_started = 0.0
+        self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful], int | None] | None = None
+        """Stage, steps, state and version of a step that the loop left behind its record, before its checkpoint."""
+        self._step_started, self._logged = 0.0, None
+        self.done = 0
+        """Steps of this stage behind which the loop has come."""
         if lost := self._lose_best():
             self.note(f"{lost}: the best of the steps that follow takes its place")
 
@@ -217,46 +209,38 @@ class Run:
         """The steps 0 … total − 1 of a stage that are still to be done.
 
         A checkpoint holds the ``state`` of everything named. A stage that ended before the resumed checkpoint yields
-        nothing; the checkpoint's own stage takes its state back and goes on with the next step.
+        nothing; the checkpoint's own stage takes its state back and goes on with the next step, unless that is of a
+        best step behind which the loop was left: the stage ended there, as it did before.
 
         Raises:
             ValueError: the engines' hosts do not share the run's folder.
         """
-        first = 0
+        self.done = total
         if stage in self._finished:
             return
         self._save_best()
+        self.done = 0
         if self._stage not in ("", stage, *self._finished):
             self._finished = [*self._finished, self._stage]  # the loop left that stage before its last step
         self._stage, self._updated = stage, _updated(state)
         self._checkpointer.require_shared(_split(state)[0])
         if self._resumed is not None and stage == self._resumed["stage"]:
-            first = self._resumed["step_of_stage"]
+            self.done = self._resumed["step_of_stage"]
             self._restore(state)
+            total = self.done if self._resumed.get("left") else total
         else:
             self._first_update = self._version()
-        columns = shutil.get_terminal_size().columns
-        narrow = columns < NARROW
-        self._room = columns - NARROW_BAR_TAKES if narrow else columns
-        self._bar = tqdm(
-            total=total,
-            initial=first,
-            desc=stage,
-            unit="step",
-            dynamic_ncols=True,
-            mininterval=0.5,
-            bar_format=NARROW_BAR if narrow else None,
-        )
-        for step in range(first, total):
+        self._bar = Bar(stage, self.done, total)
+        for step in range(self.done, total):
             self._step_started, before = time.monotonic(), self._recorder.logged
             try:
                 yield step
             except GeneratorExit:
                 if self._recorder.logged > before:
-                    self._unsaved = stage, step + 1, state
+                    self._unsaved = stage, step + 1, state, self._logged
                 raise
             self._bar.update()
-            done = step + 1
+            self.done = done = step + 1
             stop, cause = self._signals.number, self._skips.cause()
             due = done == total or done % self._every == 0 or self._best.is_new(self._recorder.logged)
             if due or stop is not None or cause is not None:
@@ -285,7 +269,7 @@ class Run:
             record["trained_tokens"] = tokens
         if models := whose(record):
             self._skips.add(self._recorder.logged, models, batch, {"stage": self._stage, "step": step})
-        version = self._version()
+        version = self._logged = self._version()
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
         record = {"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record}
@@ -294,11 +278,7 @@ class Run:
         self._observers.recorded(record)
         self._best.see(record, self._recorder.logged)
         if self._bar is not None:
-            entries = {label: f"{record[name]:.3f}" for name, label in SHOWN.items() if name in record}
-            entries |= {"skipped": str(self._skips.total)} if self._skips.total else {}
-            if "tokens_per_second" in record:
-                entries["tok/s"] = f"{record['tokens_per_second']:.0f}"
-            self._bar.set_postfix(fitting(entries, self._room), refresh=False)
+            self._bar.show(record, self._skips.total)
 
     def keep_best(self, metric: str, mode: Literal["max", "min"] = "max") -> None:
         """Never remove the checkpoint of the step whose record has the best ``metric`` so far.
@@ -331,8 +311,17 @@ class Run:
     def _save_best(self) -> None:
         """The checkpoint of the best step, if that is the one which the loop left."""
         unsaved, self._unsaved = self._unsaved, None
-        if unsaved is not None and self._best.is_new(self._recorder.logged):
-            self._save(*unsaved)
+        if unsaved is None or not self._best.is_new(self._recorder.logged):
+            return
+        stage, step, state, version = unsaved
+        try:
+            why = None if self._version() == version else "the weights have moved since then"
+        except Exception as error:  # of engines that were released, or died
+            why = f"{type(error).__name__}: {error}"
+        if why is None:
+            self._save(stage, step, state, left=True)
+        else:
+            self._best.lose(f"the best checkpoint is lost, the loop left {stage} behind step {step} before it: {why}")
 
     @property
     def best_lost(self) -> str | None:
@@ -378,11 +367,12 @@ class Run:
         model = [f"model: {self.folder / 'model'}"] if (self.folder / "model").exists() else []
         tell("; ".join([f"run: {self.folder}", *model, f"to look at it: rl-fn report {self.folder}"]))
 
-    def _save(self, stage: str, step: int, state: Mapping[str, Engine | Stateful]) -> None:
+    def _save(self, stage: str, step: int, state: Mapping[str, Engine | Stateful], *, left: bool = False) -> None:
         engines, others = _split(state)
         driver = {
             "stage": stage,
             "step_of_stage": step,
+            "left": left,
             "finished": self._finished,
             "state": {name: holder.checkpoint_state() for name, holder in others.items()},
             "meshes": _meshes(engines),
@@ -428,21 +418,6 @@ class Run:
         again = f"go on with the same command and --name {self.folder.name} --resume"
         path = self._checkpointer.newest()
         return f"{'no checkpoint was written yet' if path is None else f'the newest checkpoint is {path}'}; {again}"
-
-
-def fitting(entries: Mapping[str, str], room: int) -> dict[str, str]:
-    """The first entries that fit into ``room`` characters. A number that is cut off would be another number.
-
-    >>> fitting({"reward": "0.641", "KL": "0.141", "entropy": "0.301"}, 24)
-    {'reward': '0.641', 'KL': '0.141'}
-    """
-    first: dict[str, str] = {}
-    for name, value in entries.items():
-        room -= len(f"{name}={value}, ")
-        if room < 0:
-            break
-        first[name] = value
-    return first
 
 
 class DryRun(Exception):

@@ -27,3 +27,11 @@ def test_a_prompt_is_held_out_whatever_form_it_has(seed):
     turned = [{"prompt": [dict(reversed(talk[0].items()))], "response": "b"} for talk in talks]
     train, held_out = split_rows([*rows[:10], *turned], 4, seed)
     assert (len(train), len(held_out)) == (12, 4)
+
+
+def test_tasks_of_a_server_are_told_apart_by_what_resets_it():
+    """All have one prompt: none could be held out."""
+    rows = [{"prompt": "Play.", "reset": {"seed": seed}} for seed in range(6)]
+    train, held_out = split_rows([*rows, *rows], 2, seed=0)
+    assert len(held_out) == 2 and len(train) == 8
+    assert not [row for row in train if row in held_out]

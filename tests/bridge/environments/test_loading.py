@@ -4,6 +4,7 @@ import pickle
 import socket
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from rl_bridge.data.trajectory import RowRequest, SamplingParams
 from rl_bridge.environments import Interact, Step, load_environment
 from rl_bridge.environments.environment import Session
-from rl_bridge.environments.factories import FileFactory, OpenEnv, OpenEnvSession, json_action
+from rl_bridge.environments.factories import FileFactory, OpenEnv, OpenEnvSession, fingerprint_of, json_action
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.models.small import character_tokenizer
 from rl_bridge.models.turn_template import TurnTemplate
@@ -237,3 +238,16 @@ def test_an_action_that_cannot_be_made_of_the_policy_s_words_is_the_policy_s_fau
         answer = step(text)
         assert answer.reward == 0.0 and not answer.done
         assert answer.messages[0]["content"].startswith("no action: ")
+
+
+def test_a_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
+    """A server and a file may be elsewhere when a run is taken up."""
+    here, there = OpenEnv(url="ws://a:1"), OpenEnv(url="http://b:2", timeout=5.0)
+    assert fingerprint_of(here) == fingerprint_of(there) != fingerprint_of(replace(here, action=json_action))
+    marks = []
+    for folder, reply in (("x", 1), ("y", 1), ("x", 2)):
+        file = tmp_path / folder / "game.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"class Game:\n    def reset(self, row):\n        return {reply}\n    def step(self, m): ...\n")
+        marks.append(fingerprint_of(load_environment(f"{file}:Game")))
+    assert marks[0] == marks[1] != marks[2]

@@ -273,6 +273,10 @@ def centred(rewards):
     return rewards - rewards.mean(-1, keepdims=True)
 
 
+def centred_in_batch(rewards):
+    return rewards - rewards.mean()
+
+
 def centred_of_valid(rewards, valid):
     mean = rewards.mean(-1, keepdims=True) if valid is None else rewards.mean(-1, keepdims=True, where=valid)
     return rewards - mean
@@ -301,8 +305,17 @@ def test_an_own_advantage_sees_what_counts_or_is_refused():
     for groups in (whole.select(mask), nones):
         with pytest.raises(ValueError, match=r"centred does not take valid.*a function \(rewards, valid\)"):
             first_advantages(groups, centred)
-    found, counted = first_advantages(failed, centred)
-    assert not found[0].any() and not counted[0].any() and counted[1].all() and found[1].any()
+    for advantage in (centred, centred_in_batch):
+        found, counted = first_advantages(failed, advantage)
+        assert not found[0].any() and not counted[0].any() and counted[1].all()
+        # As if the other group were not there, in a mean over the batch, too.
+        assert (
+            torch.equal(found[1:], first_advantages(groups_of([1.0, 0.5, 0.0, 0.0]), advantage)[0]) and found[1].any()
+        )
+    every = [replace(t, finish_reason="error") if i % 4 else t for i, t in enumerate(whole.trajectories)]
+    every = replace(whole, trajectories=every, sampled=replace(whole.scored, trajectories=every))
+    found, counted = first_advantages(every, centred)
+    assert not found.any() and not counted.any()
 
 
 def test_a_kl_in_the_reward_is_measured_of_what_counts():

@@ -192,11 +192,32 @@ def test_the_best_step_comes_back_where_the_loop_leaves_behind_its_record(tmp_pa
         assert run.load_best({"policy": engine}) == 0.7 and run.best_lost is None
         assert engine.value() == 2.0
     assert not [line for line in lines(tmp_path / "run") if "note" in line]
-    # A run that is taken up goes on behind the step that was left.
+    # A run that is taken up does not go on where this one did not.
     with Run(tmp_path / "run", Options(), resume=True) as run:
-        assert next(run.steps("next" if after == "another stage" else "only", 8, state={"policy": engine})) == (
-            2 if after == "another stage" else 3
+        stage, rest = ("next", range(2, 8)) if after == "another stage" else ("only", range(3, 8))
+        assert list(run.steps(stage, 8, state={"policy": engine})) == ([] if after == "nothing" else list(rest))
+        assert run.done == (3 if after == "nothing" else 8)
+    assert engine.value() == (7.0 if after == "another stage" else 2.0)
+
+
+def test_a_best_step_that_was_left_is_lost_with_weights_that_moved_or_are_gone(tmp_path, engine):
+    for way in ("moved", "released"):
+        with Run(tmp_path / way, Options()) as run:
+            run.keep_best("held_out")
+            for step in run.steps("only", 8, state={"policy": engine}):
+                engine.optimizer_step(1.0)
+                run.log(step, {"held_out": 1.0})
+                if step == 1:
+                    break
+            engine.optimizer_step(2.0) if way == "moved" else engine.release()
+            assert run.load_best({}) is None
+            run.finish({})
+        [note] = [line["note"] for line in lines(tmp_path / way) if "note" in line]
+        why = "the weights have moved since then" if way == "moved" else "released"
+        assert (
+            note.startswith("the best checkpoint is lost, the loop left only behind step 1 before it: ") and why in note
         )
+        assert names(tmp_path / way / "checkpoints") == ["step-00000001"]
 
 
 def flip(path):
@@ -276,6 +297,7 @@ def test_a_later_stage_has_a_best_of_its_own(tmp_path, warm, engine, leave, stop
     run, best = two_stages(folder, warm, engine, [0.1, 0.9, 0.3], [0.2, 0.5, 0.4], resume=stop is not None, **how)
     assert (best, engine.value(), run.best_lost) == (0.5, 101.0, None)
     first = sum(line.get("stage") == "sft" for line in lines(folder))
+    assert first == (3 if leave is None else 2), "as without a stop"
     assert names(folder / "checkpoints") == [f"step-{first + 2:08d}", f"step-{first + 3:08d}"]
     assert not [line for line in lines(folder) if "note" in line]
 

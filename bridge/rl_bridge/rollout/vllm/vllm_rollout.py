@@ -4,7 +4,7 @@
 
 import weakref
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -112,7 +112,13 @@ class VLLMRollout(ProvedRollout):
         elif what == "kv_cache" and not self._asleep:
             if count := self._client.running:
                 raise ValueError(f"{count} requests are in the engine, whose keys and values they need: take them out")
-            # vLLM wants a pause first; waking up ends the pause.
-            engine.engine_core.engine_core.pause_scheduler("keep", clear_cache=True)  # type: ignore[attr-defined]
-            engine.release_kv_cache_memory()
+            core: Any = engine.engine_core.engine_core  # type: ignore[attr-defined]
+            while core.scheduler.has_requests():  # requests that have ended leave the scheduler in its next step
+                engine.step()
+            core.pause_scheduler("keep", clear_cache=True)  # which waking up ends
+            try:
+                engine.release_kv_cache_memory()
+            except BaseException:
+                core.resume_scheduler()
+                raise
             self._asleep.add("kv_cache")

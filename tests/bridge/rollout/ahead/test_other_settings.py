@@ -160,7 +160,7 @@ def test_another_bound_holds_from_the_next_step_on(capsys, pace, staleness, vers
 
 def earlier(state):
     """The checkpoint as it was before it had settings."""
-    added = ("skips", "settings", "bound", "prompts")
+    added = ("skips", "settings", "bound", "rows")
     return json.dumps({name: value for name, value in json.loads(state).items() if name not in added})
 
 
@@ -296,7 +296,7 @@ def passed(state, trained, number):
         ledger["groups"][0] | {"number": number},
         *(group for group in ledger["groups"] if group["number"] != trained),
     ]
-    del state["prompts"]
+    del state["rows"]
     ledger["taken"], state["stream"] = [trained], state["stream"] | {"position": number}
     return json.dumps(state)
 

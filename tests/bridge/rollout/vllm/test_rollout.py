@@ -272,15 +272,21 @@ def test_what_the_engine_has_no_room_for_is_refused(rollout):
 
 
 def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, monkeypatch):
-    """vLLM refuses otherwise; a stand-in for an engine on a GPU, which says what it is told."""
-    calls, core = [], rollout._client.engine.engine_core.engine_core
+    """vLLM refuses otherwise; a stand-in for what frees the memory of a GPU, with vLLM's own conditions."""
+    calls, engine = [], rollout._client.engine
+    core = engine.engine_core.engine_core
+
+    def release():
+        if not (core.is_scheduler_paused() and not core.scheduler.has_requests() and not core.batch_queue):
+            raise RuntimeError("release_kv_cache_memory() requires a completed pause first")
+        calls.append("release")
+
     monkeypatch.setattr(rollout, "_device", torch.device("cuda"))
     monkeypatch.setattr(rollout, "_options", replace(rollout._options, sleep=True))
     monkeypatch.setattr(rollout, "_asleep", set())
-    monkeypatch.setattr(core, "pause_scheduler", lambda mode, clear_cache: calls.append(("pause", mode, clear_cache)))
-    engine = rollout._client.engine
-    monkeypatch.setattr(engine, "release_kv_cache_memory", lambda: calls.append("release"), raising=False)
-    monkeypatch.setattr(engine, "wake_up", lambda tags: calls.append(("wake", tags)))
+    monkeypatch.setattr(engine, "release_kv_cache_memory", release, raising=False)
+    monkeypatch.setattr(engine, "wake_up", lambda tags: (calls.append(tags), core.resume_scheduler()))
+    wanted = [t.tokens for t in generate(rollout, PROMPTS, SAMPLING)]  # the last one is in the scheduler
     decoder = rollout.decoder(SAMPLING)
     decoder.add("row", [5], seed=1, limit=3)
     with pytest.raises(ValueError, match="1 requests are in the engine"):
@@ -288,7 +294,15 @@ def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, mo
     decoder.withdraw()
     for device in ("cpu", "cpu", "cuda", "cuda"):
         rollout.move("kv_cache", torch.device(device))
-    assert calls == [("pause", "keep", True), "release", ("wake", ["kv_cache"])]
+    assert calls == ["release", ["kv_cache"]] and not core.is_scheduler_paused()
+
+    def fails():
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(engine, "release_kv_cache_memory", fails)
+    with pytest.raises(RuntimeError, match="no"):
+        rollout.move("kv_cache", torch.device("cpu"))
+    assert [t.tokens for t in generate(rollout, PROMPTS, SAMPLING)] == wanted
 
 
 @pytest.mark.parametrize("leave", [False, True], ids=["to the end", "withdrawn"])
