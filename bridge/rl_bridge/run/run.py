@@ -321,7 +321,8 @@ class Run:
         if why is None:
             self._save(stage, step, state, left=True)
         else:
-            self._best.lose(f"the best checkpoint is lost, the loop left {stage} behind step {step} before it: {why}")
+            where = f"step {step - 1} of {stage}"
+            self._best.lose(f"the best checkpoint is lost, the loop left {where} before it was written: {why}")
 
     @property
     def best_lost(self) -> str | None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -64,8 +65,8 @@ def opened():
     return InferenceEngine(lambda: InProcessRollout(SOURCE, TOKENIZER)).build()
 
 
-def run(steps, state=None, *, pace=WHOLE, staleness=STALENESS, change=True, **options):
-    """The steps from a checkpoint on, and the checkpoint behind them."""
+def run(steps, state=None, *, pace=WHOLE, staleness=STALENESS, change=True, opened_to=0, **options):
+    """The steps from a checkpoint on, and the checkpoint behind them, prompts up to ``opened_to`` opened."""
     limit = options.get("config", CONFIG).sampling.max_new_tokens
     options |= {"pace": replace(pace, limit=limit), "staleness": staleness, "lazy": pace is LAZY}
     rollout, policy = opened(), Weights(change)
@@ -75,6 +76,8 @@ def run(steps, state=None, *, pace=WHOLE, staleness=STALENESS, change=True, **op
     policy.step = steps[0]
     try:
         made = steps_of(sampler, policy, rollout, steps)
+        while not pace.deterministic and sampler._ledger.opened <= opened_to:
+            time.sleep(0.001)  # a free rollout opens prompts when it comes to them
         return made, json.dumps(sampler.checkpoint_state())
     finally:
         sampler.close()
@@ -291,7 +294,7 @@ def passed(state, trained, number):
     """The checkpoint as if a step had taken the prompt ``trained`` in the place of ``number``, an earlier one."""
     state = json.loads(state)
     ledger = state["ledger"]
-    assert ledger["groups"][0]["number"] == number + 1
+    assert ledger["groups"][0]["number"] == number + 1 and trained < ledger["opened"]
     ledger["groups"] = [
         ledger["groups"][0] | {"number": number},
         *(group for group in ledger["groups"] if group["number"] != trained),
@@ -308,7 +311,7 @@ def test_prompts_that_were_passed_over_are_drawn_again_and_no_trained_one_is(cap
     """Also from a checkpoint that was made since, with the same settings and with others again."""
     options, _ = CHANGES[change]
     pacing = {"pace": PACES[pace], "staleness": 2}
-    _, state = run(range(DONE), **pacing)
+    _, state = run(range(DONE), opened_to=trained, **pacing)
     state = passed(state, trained, 5)
     order = RowStream(ROWS, 3).take(40)
     left = [row["_where"] for number, row in enumerate(order) if number >= 5 and number != trained]
