@@ -213,7 +213,7 @@ def test_a_best_step_that_was_left_is_lost_with_weights_that_moved_or_are_gone(t
             assert run.load_best({}) is None
             run.finish({})
         [note] = [line["note"] for line in lines(tmp_path / way) if "note" in line]
-        why = "the weights have moved since then" if way == "moved" else "released"
+        why = "the weights have moved since then" if way == "moved" else "gave its memory back"
         words = "the best checkpoint is lost, the loop left step 1 of only before it was written: "
         assert note.startswith(words) and why in note
         assert names(tmp_path / way / "checkpoints") == ["step-00000001"]
