@@ -61,7 +61,7 @@ def run_policy(
         policy = enter(Policy(model, objective, options.adamw(options.policy_updates), **own))
         models = beside_policy(options, inputs, beside, policy, warm=warm, folder=run.folder, place=place, enter=enter)
         complete = options.complete(rollout.engine, beside.environment)
-        as_before = {"seed": options.seed, "mark": beside.marks[EVALUATION]}
+        as_before = {"seed": options.seed, "mark": beside.marks.get(EVALUATION, "")}
         held_out = Evaluator(complete, inputs.rewards, inputs.held_out, config, run.folder, **as_before)
         policy.sync_weights(rollout)
         before = run.once("before", held_out.both)
