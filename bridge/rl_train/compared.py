@@ -27,7 +27,7 @@ from rl_bridge.modules.comparison import (
 )
 from rl_bridge.pipelines.objective_options import subcommands
 from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, seed_everything, split
-from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.provenance import HELD_OUT, of_rows
 from rl_train.row_options import Inputs, RowOptions
 
 
@@ -134,19 +134,20 @@ def inputs_of(options: ComparisonOptions, loss: ComparisonLoss) -> Inputs:
     else:
         remark_on_ends(source, tokenizer)
     model = Model(source, tokenizer)
+    compared = [[{**vars(row), "where": ""} for row in part] for part in parts]
     return Inputs(
         model=model,
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints={"data": of_rows(*([{**vars(row), "where": ""} for row in part] for part in parts))},
+        fingerprints={"data": of_rows(*compared), HELD_OUT: of_rows(compared[1])},
     )
 
 
-def settled(options: ComparisonOptions, inputs: Inputs) -> dict[str, str]:
+def settled(options: ComparisonOptions, inputs: Inputs, loss: ComparisonLoss) -> dict[str, str]:
     """Count the comparisons, and return what a resumed run compares; see ``RowOptions.settle``."""
     trained, held_out = rows_in(inputs.rows.rows), rows_in(inputs.held_out.rows)
-    return options.settle(inputs, trained=trained, held_out=held_out)
+    return options.settle(inputs, trained=trained, held_out=held_out, loss=loss)
 
 
 def load_comparisons(

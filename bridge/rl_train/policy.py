@@ -18,6 +18,7 @@ from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import Reference, Scored, Teacher
 from rl_bridge.loop.trained import Policy
 from rl_bridge.loop.values import Critic
+from rl_bridge.run.provenance import EVALUATION
 from rl_bridge.run.run import Observer
 from rl_fn import Objective
 from rl_train.policy_inputs import Beside, PolicyInputs, critic_model, inputs_of, settled
@@ -60,10 +61,12 @@ def run_policy(
         policy = enter(Policy(model, objective, options.adamw(options.policy_updates), **own))
         models = beside_policy(options, inputs, beside, policy, warm=warm, folder=run.folder, place=place, enter=enter)
         complete = options.complete(rollout.engine, beside.environment)
-        held_out = Evaluator(complete, inputs.rewards, inputs.held_out, config, run.folder, seed=options.seed)
+        as_before = {"seed": options.seed, "mark": beside.marks.get(EVALUATION, "")}
+        held_out = Evaluator(complete, inputs.rewards, inputs.held_out, config, run.folder, **as_before)
         policy.sync_weights(rollout)
         before = run.once("before", held_out.both)
-        run.print(f"held-out {options.scale} before reinforcement learning: {before['greedy']['reward']:.3f}")
+        if before is not None:
+            run.print(f"held-out {options.scale} before reinforcement learning: {before['greedy']['reward']:.3f}")
         if not (run.folder / "samples.json").exists():
             write_samples(run.folder, before=before)
         ahead = None
@@ -96,8 +99,9 @@ def run_policy(
         policy.save(run.folder / "model")
         if run.load_best(policy) is not None:
             policy.save(run.folder / "best")
-        result = f"held-out {options.scale} {before['greedy']['reward']:.2f} → {after['greedy']['reward']:.2f}"
-        run.finish(result, **gains(before, after), objective=objective.explain(), **options.about(*models.all()))
+        both = " → ".join(f"{each['greedy']['reward']:.2f}" for each in (before, after) if each is not None)
+        own = {"objective": objective.explain(), **options.about(*models.all())}
+        run.finish(f"held-out {options.scale} {both}", **gains(before, after), **own)
     return run.summary
 
 
@@ -180,15 +184,17 @@ def beside_policy(
     return Models(policy, **models)
 
 
-def gains(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Both evaluations, compared."""
+def gains(before: Mapping[str, Mapping[str, Any]] | None, after: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Both evaluations, compared; the last one alone where the first one was of other rows or rewards."""
+    numbers = {"accuracy_after": after["greedy"]["reward"], "sampled_after": after["sampled"]["reward"]}
+    if before is None:
+        return numbers
     return {
         "accuracy_before": before["greedy"]["reward"],
-        "accuracy_after": after["greedy"]["reward"],
         "gain": gain(after["greedy"], before["greedy"]),
         "sampled_before": before["sampled"]["reward"],
-        "sampled_after": after["sampled"]["reward"],
         "sampled_gain": gain(after["sampled"], before["sampled"]),
+        **numbers,
     }
 
 

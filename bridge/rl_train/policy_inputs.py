@@ -29,7 +29,7 @@ from rl_bridge.models.tokenizer_files import tokenizer_in
 from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
-from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.provenance import HELD_OUT, of_rows, with_evaluation
 from rl_train.policy_options import PolicyPipeline
 
 
@@ -132,7 +132,8 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
-    marks |= options.fingerprints(model.tokenizer)
+    marks |= {HELD_OUT: of_rows(inputs.held_out)} | options.fingerprints(model.tokenizer)
+    marks = with_evaluation(marks, **options.measure())
     objective, _ = options.checked_objective()
     require_parts(objective, options.shared()["mesh"])
     options.rehearse(model)

@@ -1,6 +1,6 @@
 """Options of ``rl-fn train policy``: the algorithm, the models beside the policy, how it begins and is drawn from."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -137,7 +137,8 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         """The objective with its terms, and the controllers of their coefficients, by term."""
         scalar, penalised = self.policy.scalar, self.policy.overlong_buffer is not None
         weights = None if scalar.method == "tchebycheff" else scalar.weights or self.reward_weights
-        objective = with_reward_weights(self.objective.build(), weights, penalised=penalised)
+        built = self.objective.build(controlled=self.kl_control.kind is not None)
+        objective = with_reward_weights(built, weights, penalised=penalised)
         return controlled(objective, self.kl_control, self.entropy_control, self.completions)
 
     def unread(self) -> dict[str, str]:
@@ -176,6 +177,12 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         loss = self.objective.loss
         own = {} if loss is None else {"loss": content_of(Path(loss.rpartition(":")[0]))}
         return super().fingerprints(tokenizer) | self.environment_fingerprint() | own
+
+    def measure(self) -> dict[str, Any]:
+        """How held-out rows are measured, beside the fingerprints."""
+        sampling = replace(self.policy.sampling, n=1, seed=self.seed)
+        own = {"sampling": sampling, "scalar": self.policy.scalar, "weights": self.reward_weights}
+        return own | {"turns": (self.max_turns, self.max_trajectory_tokens), "exact": self.rollout.exact}
 
     @property
     def completions(self) -> int:

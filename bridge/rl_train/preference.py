@@ -40,7 +40,7 @@ def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = 
     loss = options.loss.build()
     inputs = inputs_of(options, loss)
     model, rows = inputs.model, inputs.rows
-    marks, place = settled(options, inputs), options.shared()
+    marks, place = settled(options, inputs, loss), options.shared()
     steps = options.steps_for(len(rows))
     options.rehearse(model)
     with (
@@ -67,7 +67,8 @@ def run_preference(options: PreferencePipeline, observers: Sequence[Observer] = 
         after = policy.held_out(held_out)
         best = run.load_best(policy)
         policy.save(run.folder / "model")
-        numbers = {"before": before, "after": after, "best_loss": best, "steps": steps}
+        numbers = {"after": after, "best_loss": best, "steps": steps}
+        numbers |= {} if before is None else {"before": before}
         of_loss = {"name": loss.name, **loss.constants, "average": loss.average, "wpo": loss.wpo}
         run.finish(accuracy_of(after), **numbers, loss=of_loss, **about)
     return run.summary

@@ -33,7 +33,7 @@ def run_reward_model(options: RewardModelPipeline, observers: Sequence[Observer]
     loss = options.loss.build()
     inputs = inputs_of(options, loss)
     model, rows, held_out = inputs.model, inputs.rows, inputs.held_out.all()
-    marks, place = settled(options, inputs), options.shared()
+    marks, place = settled(options, inputs, loss), options.shared()
     steps = options.steps_for(len(rows))
     options.rehearse(model, ValueSource(model.source, pad_token=model.pad_token))
     with (

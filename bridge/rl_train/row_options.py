@@ -8,6 +8,7 @@ from rl_bridge.common.terminal import given
 from rl_bridge.data.census import Census
 from rl_bridge.loop.data import Model, Rows
 from rl_bridge.run.options import require_used
+from rl_bridge.run.provenance import with_evaluation
 from rl_train.options import RecipeOptions
 
 
@@ -20,7 +21,7 @@ class Inputs:
     held_out: Rows
     census: Census
     fingerprints: dict[str, str]
-    """Hashes of the rows."""
+    """Hashes of all rows, and of the held-out ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,10 @@ class RowOptions(RecipeOptions):
         """How rows become tokens: arguments of ``encoded``."""
         return {"apply_chat_template": self.apply_chat_template, "max_length": self.max_length}
 
-    def settle(self, inputs: Inputs, *, trained: int, held_out: int) -> dict[str, str]:
+    def settle(self, inputs: Inputs, *, trained: int, held_out: int, loss: Any = None) -> dict[str, str]:
         """Count the rows, print the numbers, and return the fingerprints that a resumed run compares.
+
+        ``loss``: what the held-out rows are measured by, where it is not their likelihood.
 
         Raises:
             ValueError: rows were left out, and those to train on are fewer than one step takes.
@@ -77,4 +80,5 @@ class RowOptions(RecipeOptions):
         step, rows = {"--rows-per-step": self.rows_per_step}, len(inputs.rows)
         self.remark_on_warmup(self.steps_for(rows))
         inputs.census.settle(trained=trained, held_out=held_out, step=step, examples=rows)
-        return inputs.fingerprints | self.fingerprints(inputs.model.tokenizer)
+        marks = inputs.fingerprints | self.fingerprints(inputs.model.tokenizer)
+        return with_evaluation(marks, **self.reading(), softcap=self.softcap, loss=loss)

@@ -16,7 +16,7 @@ from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
 from rl_bridge.run.options import MAY_CHANGE
-from rl_bridge.run.provenance import of_rows
+from rl_bridge.run.provenance import HELD_OUT, of_rows
 from rl_bridge.run.run import Observer
 from rl_train.row_options import Inputs, RowOptions
 
@@ -51,7 +51,8 @@ def run_sft(options: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[st
         policy = models.enter_context(Policy(model, NLL(), options.adamw(steps), **place, **options.trained_part()))
         about = options.about(policy)
         run.keep_best("held_out_nll", "min")
-        before = run.once("before", lambda: policy.held_out(held_out))["held_out_nll"]
+        before = run.once("before", lambda: policy.held_out(held_out))
+        of_before = {} if before is None else {"nll_before": before["held_out_nll"]}
         for step in run.steps(steps, [policy, rows]):
             update = policy.update(rows.batch(options.rows_per_step))
             run.log(update, policy.held_out(held_out) if options.due(step, steps) else {})
@@ -59,9 +60,10 @@ def run_sft(options: SFTPipeline, observers: Sequence[Observer] = ()) -> dict[st
         best = run.load_best(policy)
         policy.save(run.folder / "model")
         exported = "last: there is no best one" if best is None else f"best, {best:.3f}"
+        both = " → ".join(f"{nll:.3f}" for nll in (*of_before.values(), after))
         run.finish(
-            f"held-out nll {before:.3f} → {after:.3f}; {run.folder / 'model'} has the {exported}",
-            **{"nll_before": before, "nll_after": after, "nll_best": best, "steps": steps, **about},
+            f"held-out nll {both}; {run.folder / 'model'} has the {exported}",
+            **{**of_before, "nll_after": after, "nll_best": best, "steps": steps, **about},
         )
     return run.summary
 
@@ -90,5 +92,5 @@ def inputs_of(options: SFTPipeline) -> Inputs:
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints={"data": of_rows(*parts)},
+        fingerprints={"data": of_rows(*parts), HELD_OUT: of_rows(parts[1])},
     )

@@ -30,8 +30,9 @@ CAPACITY = 64
 class Archive:
     """Held-out means of two or more rewards at each evaluation; ``pareto.json`` and ``pareto.png`` in ``folder``."""
 
-    def __init__(self, names: Sequence[str], folder: Path) -> None:
-        self.names, self.folder = tuple(names), folder
+    def __init__(self, names: Sequence[str], folder: Path, mark: str = "") -> None:
+        """``mark``: the fingerprint of the evaluation, of which all points are."""
+        self.names, self.folder, self._mark = tuple(names), folder, mark
         self._archive = rl_fn.pareto_archive(CAPACITY, len(self.names), maximize=True)
         self._state = self._archive.init()
         self._points: list[dict[str, Any]] = []
@@ -52,12 +53,14 @@ class Archive:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The points that were inserted; the front is a function of them."""
-        return {"names": list(self.names), "seen": json.loads(json.dumps(self._points))}
+        return {"names": list(self.names), "mark": self._mark, "seen": json.loads(json.dumps(self._points))}
 
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
-        """Take back what ``checkpoint_state`` gave; other rewards raise ValueError."""
+        """Take back what ``checkpoint_state`` gave; other rewards, or another evaluation, raise ValueError."""
         if tuple(state["names"]) != self.names:
             raise ValueError(f"the checkpoint has the rewards {state['names']}, this run has {list(self.names)}")
+        if state.get("mark", self._mark) != self._mark:
+            raise ValueError("the checkpoint's rewards were measured otherwise than those of this run")
         self._state, self._points = self._archive.init(), []
         for point in state["seen"]:
             self._add(point)
@@ -154,9 +157,13 @@ def _of_ended(trajectories: Sequence[Trajectory], rewards: Rewards, responses: i
     return reward_matrix(trajectories, rewards.names, responses).masked_fill(failed, torch.nan)
 
 
-def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]]) -> None:
-    """samples.json: some held-out completions of each evaluation, to read."""
-    samples = {when: {how: metrics["samples"] for how, metrics in both.items()} for when, both in evaluations.items()}
+def write_samples(folder: Path, **evaluations: dict[str, dict[str, Any]] | None) -> None:
+    """samples.json: some held-out completions of each evaluation that there is, to read."""
+    samples = {
+        when: {how: metrics["samples"] for how, metrics in both.items()}
+        for when, both in evaluations.items()
+        if both is not None
+    }
     write_json(folder / "samples.json", samples)
 
 
@@ -244,10 +251,11 @@ class Evaluator:
         folder: Path,
         *,
         seed: int = 0,
+        mark: str = "",
     ) -> None:
         self._complete, self._rewards, self._rows, self._seed = complete, rewards, rows, seed
         self._config = config
-        self.archive = Archive(rewards.names, folder) if len(rewards.names) > 1 else None
+        self.archive = Archive(rewards.names, folder, mark) if len(rewards.names) > 1 else None
 
     def both(self) -> dict[str, dict[str, Any]]:
         """The present weights, greedy and at the temperature of training."""

@@ -42,14 +42,23 @@ class KLOptions(TermOptions):
         """The options of the penalty itself."""
         return {name: value for name, value in super().given().items() if name != "place"}
 
-    def replaced(self, objective: rl_fn.Objective) -> rl_fn.Objective:
-        """The objective with its penalty in the loss or in the reward."""
+    def replaced(self, objective: rl_fn.Objective, *, controlled: bool = False) -> rl_fn.Objective:
+        """The objective with its penalty in the loss or in the reward; ``controlled``: a controller sets its size.
+
+        Raises:
+            ValueError: there is no penalty, and neither a coefficient nor a controller makes one.
+        """
         place = self.place or ("reward" if objective.reward_kl is not None else "loss")
         own = objective.kl if objective.reward_kl is None else objective.reward_kl
         if place == "loss":
             return objective.replace(kl=self.component(own), reward_kl=None)
-        before = components.KL("k1", 0.0) if own is None else own
-        return objective.replace(kl=None, reward_kl=replace(before, **self.given()))
+        if own is None and self.coef is None and not controlled:
+            raise ValueError(
+                "the objective has no KL penalty to take off the reward: give --objective.kl.coef with --objective.kl."
+                "place reward, or a controller of it, --kl-control.kind"
+            )
+        penalty = replace(components.KL("k1", 0.0) if own is None else own, **self.given())
+        return objective.replace(kl=None, reward_kl=penalty if penalty.coef or controlled else None)
 
     def component(self, kl: components.KL | None) -> components.KL | None:
         """The term of the loss in place of the recipe's ``kl``."""
@@ -112,13 +121,18 @@ class AggregationOptions(TermOptions):
         return components.Aggregation(**{**constants, **self.given()})
 
 
-def with_terms(objective: rl_fn.Objective, terms: dict[str, TermOptions]) -> rl_fn.Objective:
-    """The objective with each of the ``terms`` that has an option in place of the objective's own."""
+def with_terms(
+    objective: rl_fn.Objective, terms: dict[str, TermOptions], *, controlled: bool = False
+) -> rl_fn.Objective:
+    """The objective with each of the ``terms`` that has an option in place of the objective's own.
+
+    ``controlled``: a controller has the coefficient of the KL.
+    """
     for name, options in terms.items():
         if options == type(options)():
             continue
         if isinstance(options, KLOptions):
-            objective = options.replaced(objective)
+            objective = options.replaced(objective, controlled=controlled)
         else:
             objective = objective.replace(**{name: options.component(getattr(objective, name))})  # type: ignore[attr-defined]
     return objective
@@ -143,13 +157,13 @@ class ObjectiveOptions:
     JAX's; ``rl_bridge.torch_loss`` wraps one of PyTorch."""
     algorithm: str = field(default="", init=False)
 
-    def build(self) -> rl_fn.Objective:
-        """The recipe with these constants and terms."""
+    def build(self, *, controlled: bool = False) -> rl_fn.Objective:
+        """The recipe with these constants and terms; ``controlled``: a controller has the coefficient of the KL."""
         shared = {option.name for option in fields(ObjectiveOptions)}
         constants = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in shared}
         terms = {name: getattr(self, name) for name in ("kl", "entropy", "correction", "aggregation")}
         try:
-            objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms)
+            objective = with_terms(getattr(rl_fn.recipes, self.algorithm)(**constants), terms, controlled=controlled)
         except ValueError as error:
             # A constant may have another name in the part of the objective that refuses its value.
             defaults = {option.name: option.default for option in fields(self)}

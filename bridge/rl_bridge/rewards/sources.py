@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_bridge.common.scrubbing import scrubbed_text
 from rl_bridge.common.terminal import tell
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.rows import is_comparable, text_of
@@ -299,6 +300,8 @@ def _fingerprint(source: Source) -> str:
     if kind == "judge":
         return f"judge {hashlib.sha256(Path(rest).read_bytes()).hexdigest()}"
     if kind in ("http", "https"):
-        return f"{kind} {Path(urllib.parse.urlsplit(source).path).name}"
+        # A gateway names the model in the path or in the query; the host may move, and a key may be renewed.
+        address = urllib.parse.urlsplit(source)
+        return scrubbed_text(f"{kind} {address.path or '/'}?{address.query}")
     path, _, name = source.rpartition(":")
     return f"{name} {content_of(Path(path))}" if path else name

@@ -38,11 +38,11 @@ class Best:
 
     @property
     def lost(self) -> str | None:
-        """Why the best checkpoint is no more; None if it is there, or there was none."""
+        """Why the best step so far counts no more; None if it does, or there was none."""
         return self._of_watched("lost")
 
     def lose(self, reason: str) -> None:
-        """Its checkpoint is damaged or gone: the best of the steps that follow takes its place."""
+        """Its checkpoint is gone, or its value is of another evaluation: the best of the steps that follow counts."""
         self._state |= {"value": None, "record": None, "lost": reason}
 
     def state(self) -> dict[str, Any]:

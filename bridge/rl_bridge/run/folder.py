@@ -12,12 +12,15 @@ from rl_bridge.common import files, step_folders
 from rl_bridge.common.files import RunLock, replacing, require_own_files, sweep, write_json
 from rl_bridge.common.scrubbing import is_shown_as, scrubbed
 from rl_bridge.common.terminal import tell
+from rl_bridge.run.best import Best
 from rl_bridge.run.options import MAY_CHANGE
-from rl_bridge.run.provenance import write_provenance
+from rl_bridge.run.provenance import EVALUATION, HELD_OUT, write_provenance
 from rl_bridge.run.recorder import Recorder
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 
 _ABSENT = "no such option"
+BEFORE = "once/before"
+"""The cached result of the evaluation that a recipe begins with."""
 
 
 def options_of(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -155,6 +158,9 @@ def _open(
         if changes:
             tell(f"going on with other options: {'; '.join(changes)}")
             recorder.note({"step": recorder.logged, "changed": changes})
+            for text in _forget_evaluations(state or {}, fingerprints):
+                tell(text)
+                recorder.note({"step": recorder.logged, "note": text})
         write_provenance(folder, recorder.attempt, fingerprints)
         tell(f"run folder: {folder}" if path is None else f"run folder: {folder}, going on from {path.name}")
     except BaseException:
@@ -168,9 +174,35 @@ def _changes(state: Mapping[str, Any], identity: Mapping[str, Any], options: Map
     others = [
         f"the {name} is another one ({before.get(name)} was its fingerprint, {now.get(name)} is)"
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
+        # Both are made of the other fingerprints and of options, each of which is named itself.
+        if name not in (HELD_OUT, EVALUATION) and before.get(name) != now.get(name)
     ]
     return [*differences(state["options"], identity["options"], options), *others]
+
+
+def _forget_evaluations(state: dict[str, Any], fingerprints: Mapping[str, str]) -> list[str]:
+    """Drop from a checkpoint's ``state`` what another evaluation measured; returns lines that say so.
+
+    The weights of the beginning are gone, so that nothing measures them anew. Without a fingerprint of the evaluation,
+    as in a loop of one's own, nothing is dropped.
+    """
+    before, lines = state["fingerprints"], []
+    if before.get(HELD_OUT) != fingerprints.get(HELD_OUT):
+        lines.append(
+            "the held-out rows are other ones: rows that the steps before trained on may be among them, which makes "
+            "held-out numbers too good; --eval-data FILE names rows that were never trained on"
+        )
+    if before.get(EVALUATION) == fingerprints.get(EVALUATION):
+        return lines
+    cached, best = state.get("cached_results", {}), Best(state.get("best"))
+    if cached.get(BEFORE) is not None:
+        cached[BEFORE] = None
+        lines.append("held-out numbers are measured otherwise than before: there is no gain over the run's beginning")
+    if best.pinned():
+        best.lose("the best step so far was measured otherwise")
+        state["best"] = best.state()
+        lines.append("the best step so far was measured otherwise: the best of the steps that follow takes its place")
+    return lines
 
 
 def _require_empty(folder: Path) -> None:

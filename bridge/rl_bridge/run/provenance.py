@@ -48,6 +48,26 @@ def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()[:16]
 
 
+HELD_OUT, EVALUATION = "held-out rows", "evaluation"
+"""Fingerprints of a recipe's held-out rows, and of all that decides its numbers on them."""
+OF_TRAINING = ("data", "data reader", "held-out rows' reader", "critic's model", "teacher", "loss")
+"""Fingerprints that decide no held-out number of the same weights; of the rows there is one of their own."""
+
+
+def with_evaluation(marks: Mapping[str, str], **measure: Any) -> dict[str, str]:
+    """The fingerprints of a recipe, ``HELD_OUT`` among them, with one of its evaluation.
+
+    ``measure``: how the rows are measured, as sampling and weights of rewards. A run that is resumed with another
+    evaluation compares none of its numbers with those of before.
+
+    >>> one, other = (with_evaluation({"held-out rows": "12"}, seed=seed) for seed in (0, 1))
+    >>> one["evaluation"] == other["evaluation"]
+    False
+    """
+    deciding = {name: mark for name, mark in marks.items() if name not in OF_TRAINING}
+    return {**marks, EVALUATION: of_rows([{"marks": deciding, "measure": measure}])}
+
+
 def _text(value: Any) -> str:
     """A value as text that is the same in every process."""
     try:

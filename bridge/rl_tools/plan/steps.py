@@ -88,7 +88,7 @@ class PolicyStep:
         bare = without_numbers if self.rehearsed else (lambda x: x)
         engines = pipeline.engines(self.executor, mesh, bare(source), "plan")
         engines.trained = bare(pipeline.trained(source))
-        objective, scoring = pipeline.objective.build(), pipeline.scoring()
+        objective, scoring = pipeline.objective_and_control()[0], pipeline.scoring()
         plain = pipeline.rollout.backend == "in_process"
         rollout_options: Any = pipeline.rollout if plain else PlannedOptions(pipeline.rollout, workload, live)
         self.rollout = engines.rollout(_Tokens(), rollout_options)  # type: ignore[arg-type]

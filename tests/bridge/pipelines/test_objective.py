@@ -116,6 +116,13 @@ def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
     assert kept.build() == dr_grpo.replace(aggregation=components.Aggregation("seq-mean-token-sum-norm", 9.0))
     with pytest.raises(ValueError, match=r"the objective has no KL penalty: give --objective\.kl\.coef"):
         objective_options("dapo", kl=KLOptions(estimator="k1")).build()
+    for options in (KLOptions(place="reward"), KLOptions(place="reward", estimator="k3")):
+        with pytest.raises(ValueError, match=r"no KL penalty to take off the reward: give --objective\.kl\.coef"):
+            objective_options("dapo", kl=options).build()
+        controlled = objective_options("dapo", kl=options).build(controlled=True)
+        assert controlled.reward_kl == components.KL(options.estimator or "k1", 0.0) and controlled.kl is None
+    none = objective_options("dapo", kl=KLOptions(place="reward", coef=0.0))
+    assert none.build() == rl_fn.recipes.dapo() and none.build(controlled=True).reward_kl == components.KL("k1", 0.0)
     for options, refused in (({"kind": "tis", "high": 3.0}, "high"), ({"cap": 2.0, "level": "token"}, "cap, level")):
         with pytest.raises(ValueError, match=f"does not take {refused}"):
             objective_options("dapo", correction=CorrectionOptions(**options)).build()

@@ -212,6 +212,7 @@ def test_usr_15_what_a_run_lacks_is_found_before_it_has_a_folder(tmp_path, argum
         (["--objective.aggregation.mode", "prompt-mean"], "prompt-mean cannot be trained with"),
         (["--kl-control.target", "0.1"], "KL control has options and no kind"),
         (["--objective.kl.estimator", "k1"], "the objective has no KL penalty: give --objective.kl.coef"),
+        (["--objective.kl.place", "reward"], "no KL penalty to take off the reward: give --objective.kl.coef"),
         (["--policy.stepz", "1"], "policy.stepz"),
         (["--policy.steps", "many"], "many"),
     ],

@@ -369,6 +369,26 @@ def test_a_server_in_hand_has_the_mark_of_its_address(path):
     assert len(marks) == 1 and load("http://a:1/other").fingerprint not in marks
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://gw/models/small/score", "http://gw/models/large/score"),
+        ("http://gw/score?model=a", "http://gw/score?model=b"),
+        ("http://gw/score", "http://gw/score?model=b"),
+        ("http://gw/a/score", "http://gw/score"),
+    ],
+)
+def test_another_path_or_query_of_a_server_is_another_reward(one, other):
+    for made in (str, lambda url: RemoteRewardModel(server=Server(url=url))):
+        assert load(made(one)).fingerprint != load(made(other)).fingerprint
+        assert load(made(one)).fingerprint == load(made(one.replace("gw", "elsewhere:8000"))).fingerprint
+
+
+def test_a_renewed_key_is_no_other_reward():
+    keys = {load(f"http://{user}gw/score?model=a&api_key={key}").fingerprint for user, key in (("", 1), ("me:x@", 2))}
+    assert len(keys) == 1 and load("http://gw/score?model=b&api_key=1").fingerprint not in keys
+
+
 def test_no_value_of_a_partial_stands_in_the_record(tmp_path):
     reader = partial(Counting.read, Counting())
     rows = load_rows(partial(rows_of, "correct horse battery", table=list(range(3000))))

@@ -24,7 +24,7 @@ function head() {
     tiles.push(tile(`${one.stage} ${one.step}`, "last step"), tile(duration(one.seconds), "time"), tile(compact(one.tokens), "tokens trained on"));
     if (typeof summary.parameters === "number") tiles.push(tile(compact(summary.parameters), "parameters"));
   } else {
-    const ended = runs.filter((run) => run.summary.accuracy_after !== undefined);
+    const ended = runs.filter((run) => run.summary.accuracy_before !== undefined);
     for (const run of ended.slice(0, 8)) tiles.push(tile(`${rounded(run.summary.accuracy_before)} → ${rounded(run.summary.accuracy_after)}`, [shown(run.name), ": held out, before → after"].flat()));
     if (runs.length) tiles.push(tile(String(runs.length), "runs"), tile(duration(runs.reduce((sum, run) => sum + (run.seconds || 0), 0)), "time together"));
     for (const study of content.studies) tiles.push(tile(String(study.trials.length), [shown(study.name), ": trials"].flat()));
