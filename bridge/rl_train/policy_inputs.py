@@ -128,7 +128,8 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     model, both = inputs.model, [*inputs.rows.rows, *inputs.held_out]
     inputs.census.settle(trained=len(inputs.rows), held_out=len(inputs.held_out), step=options.rows_of_steps())
     options.remark_on_warmups()
-    inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on)
+    talks = options.environment is not None
+    inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on, conversations=talks)
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
