@@ -26,7 +26,7 @@ from rl_bridge.models.row_checks import (
     supervised,
 )
 from rl_bridge.models.tokenizer_files import tokenizer_in
-from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
+from rl_bridge.pipelines.training import load_model, load_rows, seed_everything, undivided
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.provenance import of_rows
@@ -133,7 +133,7 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
-    marks |= options.fingerprints(model.tokenizer)
+    marks |= undivided(inputs.census) | options.fingerprints(model.tokenizer)
     objective, _ = options.checked_objective()
     require_parts(objective, options.shared()["mesh"])
     options.rehearse(model)

@@ -13,7 +13,7 @@ from rl_bridge.common.files import RunLock, replacing, require_own_files, sweep,
 from rl_bridge.common.scrubbing import is_shown_as, scrubbed
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.options import MAY_CHANGE
-from rl_bridge.run.provenance import write_provenance
+from rl_bridge.run.provenance import UNDIVIDED, write_provenance
 from rl_bridge.run.recorder import Recorder
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 
@@ -168,7 +168,7 @@ def _changes(state: Mapping[str, Any], identity: Mapping[str, Any], options: Map
     others = [
         f"the {name} is another one ({before.get(name)} was its fingerprint, {now.get(name)} is)"
         for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
+        if before.get(name) != now.get(name) and name != UNDIVIDED  # older checkpoints lack it; the data is compared
     ]
     return [*differences(state["options"], identity["options"], options), *others]
 

@@ -123,6 +123,10 @@ def _of_file(file: Path) -> str:
     return _known[key]
 
 
+UNDIVIDED = "rows before their split"
+"""Name of the fingerprint of all rows in the order in which they were read: equal for all seeds, by which ``data``, the
+rows to train on and those held out, differs. A resumed run compares ``data``."""
+
 # provenance.jsonl, a line an attempt.
 
 PROVENANCE = "provenance.jsonl"
