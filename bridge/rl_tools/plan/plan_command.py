@@ -79,7 +79,7 @@ def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[Mod
     )
 
 
-class Conversation(NamedTuple):
+class ConversationSize(NamedTuple):
     """The longest conversation with an environment: its ``tokens``, and the limit that holds for the environment, too.
 
     ``limit`` None: the policy's turns are counted, and what the environment says is not known.
@@ -91,7 +91,7 @@ class Conversation(NamedTuple):
     """The policy's turns in words."""
 
     def line(self) -> str:
-        """What is in a row, for the reader of a plan."""
+        """The content of a row in words."""
         if self.limit is None:
             return (
                 f"a row is the prompt and {self.turns}; what the environment says is not counted: "
@@ -100,7 +100,7 @@ class Conversation(NamedTuple):
         return f"a row is a conversation of {self.tokens} tokens ({self.limit}), the environment's included"
 
 
-def conversation_of(pipeline: Pipeline, source: ModelSource, prompt_tokens: int) -> Conversation | None:
+def conversation_of(pipeline: Pipeline, source: ModelSource, prompt_tokens: int) -> ConversationSize | None:
     """The longest conversation of a policy with its environment; None for a run without one.
 
     Raises:
@@ -115,11 +115,11 @@ def conversation_of(pipeline: Pipeline, source: ModelSource, prompt_tokens: int)
     Limits(max_turns=pipeline.max_turns, turn_tokens=new_tokens, all_tokens=most, longest=longest)
     turns = f"{pipeline.max_turns} turns of {new_tokens} tokens"
     if most is not None:
-        return Conversation(most, "--max-trajectory-tokens", turns)
+        return ConversationSize(most, "--max-trajectory-tokens", turns)
     drawn = prompt_tokens + pipeline.max_turns * new_tokens
     if longest is not None and longest <= drawn:
-        return Conversation(longest, "the model's positions, or what the engine holds", turns)
-    return Conversation(drawn, None, turns)
+        return ConversationSize(longest, "the model's positions, or what the engine holds", turns)
+    return ConversationSize(drawn, None, turns)
 
 
 def _of_supervision(
