@@ -26,7 +26,7 @@ from rl_bridge.modules.comparison import (
     constants_of,
 )
 from rl_bridge.pipelines.objective_options import subcommands
-from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, seed_everything, split
+from rl_bridge.pipelines.training import ADDITION, load_model, remark_on_shared, seed_everything, split, undivided
 from rl_bridge.run.provenance import HELD_OUT, of_rows
 from rl_train.row_options import Inputs, RowOptions
 
@@ -134,13 +134,12 @@ def inputs_of(options: ComparisonOptions, loss: ComparisonLoss) -> Inputs:
     else:
         remark_on_ends(source, tokenizer)
     model = Model(source, tokenizer)
-    compared = [[{**vars(row), "where": ""} for row in part] for part in parts]
     return Inputs(
         model=model,
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints={"data": of_rows(*compared), HELD_OUT: of_rows(compared[1])},
+        fingerprints={"data": _content(*parts), HELD_OUT: _content(parts[1]), **undivided(census)},
     )
 
 
@@ -164,10 +163,16 @@ def load_comparisons(
         census.eval_data = SourceCensus()
         held_rows = read_comparisons(options.eval_data, census.eval_data)
         remark_on_shared(*([{"prompt": row.prompt} for row in part] for part in (rows, held_rows)))
+        census.content = _content(rows, held_rows)
         return rows, held_rows
+    census.content = _content(rows)
     named = [{"prompt": row.prompt, "row": row} for row in rows]
     train, held_out = split(options, named, census)
     return [row["row"] for row in train], [row["row"] for row in held_out]
+
+
+def _content(*parts: Sequence[Comparison]) -> str:
+    return of_rows(*([{**vars(row), "where": ""} for row in part] for part in parts))
 
 
 def addition() -> list[Comparison]:

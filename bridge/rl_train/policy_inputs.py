@@ -26,7 +26,7 @@ from rl_bridge.models.row_checks import (
     supervised,
 )
 from rl_bridge.models.tokenizer_files import tokenizer_in
-from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
+from rl_bridge.pipelines.training import load_model, load_rows, seed_everything, undivided
 from rl_bridge.rewards import Reward, Rewards, load
 from rl_bridge.rewards.sources import named
 from rl_bridge.run.provenance import HELD_OUT, of_rows, with_evaluation
@@ -128,11 +128,12 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     model, both = inputs.model, [*inputs.rows.rows, *inputs.held_out]
     inputs.census.settle(trained=len(inputs.rows), held_out=len(inputs.held_out), step=options.rows_of_steps())
     options.remark_on_warmups()
-    inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on)
+    talks = options.environment is not None
+    inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on, conversations=talks)
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}
-    marks |= {HELD_OUT: of_rows(inputs.held_out)} | options.fingerprints(model.tokenizer)
+    marks |= {HELD_OUT: of_rows(inputs.held_out)} | undivided(inputs.census) | options.fingerprints(model.tokenizer)
     marks = with_evaluation(marks, **options.measure())
     objective, _ = options.checked_objective()
     require_parts(objective, options.shared()["mesh"])

@@ -14,7 +14,7 @@ from rl_bridge.loop.trained import Policy
 from rl_bridge.models.row_checks import remark_on_conversations
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.trainable import OptimizerConfig
-from rl_bridge.pipelines.training import load_model, load_rows, seed_everything
+from rl_bridge.pipelines.training import load_model, load_rows, seed_everything, undivided
 from rl_bridge.run.options import MAY_CHANGE
 from rl_bridge.run.provenance import HELD_OUT, of_rows
 from rl_bridge.run.run import Observer
@@ -92,5 +92,5 @@ def inputs_of(options: SFTPipeline) -> Inputs:
         rows=rows_for_loss(model, train, seed=options.seed, fingerprint=""),
         held_out=rows_for_loss(model, held_out, fingerprint=""),
         census=census,
-        fingerprints={"data": of_rows(*parts), HELD_OUT: of_rows(parts[1])},
+        fingerprints={"data": of_rows(*parts), HELD_OUT: of_rows(parts[1]), **undivided(census)},
     )

@@ -62,6 +62,8 @@ class Census:
     data: SourceCensus = field(default_factory=SourceCensus)
     eval_data: SourceCensus | None = None
     """None: the held-out rows are rows of ``data``."""
+    content: str | None = field(default=None, compare=False)
+    """The fingerprint of all rows as they were read, whatever the seed holds out; None: nobody took it."""
 
     @classmethod
     def of_rows(cls, train: Sequence[Any], held_out: Sequence[Any]) -> "Census":

@@ -35,7 +35,7 @@ from rl_bridge.parallel.checkpointing import Activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, PlacementOptions, set_threads
 from rl_bridge.run.options import MAY_CHANGE, RunOptions, require_used
-from rl_bridge.run.provenance import of_folder, of_rows, of_weights
+from rl_bridge.run.provenance import UNDIVIDED, of_folder, of_rows, of_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,19 @@ def load_rows(
         census.eval_data = SourceCensus()
         held_out = read_rows(options.eval_data, fields=fields, check=check, census=census.eval_data)
         remark_on_shared(rows, held_out)
+        census.content = of_rows(rows, held_out)
         return rows, held_out
+    census.content = of_rows(rows)
     return split(options, rows, census)
+
+
+def undivided(census: Census) -> dict[str, str]:
+    """The fingerprint of all rows before their split, where it was taken; runs of several seeds share it.
+
+    >>> undivided(Census())
+    {}
+    """
+    return {} if census.content is None else {UNDIVIDED: census.content}
 
 
 def split(options: TrainingOptions, rows: Sequence[dict], census: Census) -> tuple[list[dict], list[dict]]:

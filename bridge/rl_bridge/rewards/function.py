@@ -155,15 +155,16 @@ def _verl(trajectory: Trajectory) -> Arguments:
     rule = row.get("reward_model")
     truth = rule.get("ground_truth") if isinstance(rule, Mapping) else row.get("answer")
     columns = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info")}
-    return (), {**columns, "solution_str": trajectory.completion, "ground_truth": truth}
+    # verl decodes all tokens behind the prompt, what a tool or a user said between two turns among them.
+    text = "\n".join(str(message.get("content") or "") for message in _response(trajectory))
+    return (), {**columns, "solution_str": text, "ground_truth": truth}
 
 
 def _trl(function: Reward, trajectories: Sequence[Trajectory]) -> Arguments:
-    """Every column as a list. Behind a prompt of messages, the completion is messages too."""
+    """Every column as a list. Behind a prompt of messages, and with an environment, a completion is messages too."""
     rows = [t.row for t in trajectories]
     completions = [
-        [{"role": "assistant", "content": t.completion}] if _is_chat(t.row.get("prompt")) else t.completion
-        for t in trajectories
+        _response(t) if _is_chat(t.row.get("prompt")) or _is_conversation(t) else t.completion for t in trajectories
     ]
     columns = {name for row in rows for name in row} - _NOT_COLUMNS
     keywords: dict[str, Any] = {name: [row.get(name) for row in rows] for name in sorted(columns)}
@@ -173,6 +174,27 @@ def _trl(function: Reward, trajectories: Sequence[Trajectory]) -> Arguments:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         keywords = {p.name: keywords[p.name] for p in parameters if p.name in keywords}
     return (), keywords
+
+
+def _response(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """The messages from the policy's first turn to its last, with all that was said between: those of its tokens."""
+    last = trajectory.last_turn
+    if last is None:
+        return [] if _is_conversation(trajectory) else [{"role": "assistant", "content": ""}]
+    if not _is_conversation(trajectory):  # the assistant's messages before are the prompt's
+        return [{"role": "assistant", "content": trajectory.completion}]
+    places = (
+        trajectory.turn_messages
+        or [place for place, message in enumerate(trajectory.messages) if message.get("role") == "assistant"][
+            -trajectory.turns :
+        ]
+    )
+    return [dict(message) for message in trajectory.messages[places[0] : last + 1]]
+
+
+def _is_conversation(trajectory: Trajectory) -> bool:
+    """Whether an environment spoke with the policy: a conversation of one turn is called as those of several are."""
+    return bool(trajectory.turn_messages) or trajectory.turns != 1
 
 
 def _is_chat(prompt: Any) -> bool:

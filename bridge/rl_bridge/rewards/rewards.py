@@ -220,17 +220,19 @@ class Rewards:
         tokenizer: "PreTrainedTokenizerBase | None" = None,
         *,
         beside: bool = False,
+        conversations: bool = False,
     ) -> None:
         """Ask every reward about a few of ``rows``, with the row's answer and with nothing as the completion.
 
         A reward that fails shows here, before a model is made or warmed up. The tokens of the trial are made up.
         ``beside``: the rewards will be asked from another thread, too, and are tried there as well.
+        ``conversations``: an environment will speak with the policy, and TRL's rewards get messages.
 
         Raises:
             RewardError: as ``score`` does.
             ValueError: weights that are not one a name; or two rewards of one name.
         """
-        trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer)]
+        trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer, conversations)]
         numbers = [value for trial in self.score(trials) for value in trial.rewards.values()]
         if numbers and all(map(math.isnan, numbers)):
             raise RewardError(
@@ -302,7 +304,9 @@ def with_rows(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, An
     return [replace(trajectory, row=rows[trajectory.group]) for trajectory in trajectories]
 
 
-def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None") -> list[Trajectory]:
+def _trials(
+    row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None", conversations: bool
+) -> list[Trajectory]:
     # Not at the top: the process of a reward with a time limit needs no tokenizer.
     from rl_bridge.models.encoding import encode_prompt, messages_of
 
@@ -312,5 +316,7 @@ def _trials(row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase | None")
     for text in dict.fromkeys([str(row.get("answer", "")), ""]):
         messages = (*messages_of(prompt), {"role": "assistant", "content": text})
         # Any token will do: the tokenizer need not know the characters of the answer.
-        trials.append(single_turn(ids, ids[-1:], row=row, messages=messages, tools=tuple(prompt.tools)))
+        turns = (len(messages) - 1,) if conversations else ()
+        about = {"messages": messages, "turn_messages": turns, "tools": tuple(prompt.tools)}
+        trials.append(single_turn(ids, ids[-1:], row=row, **about))
     return trials

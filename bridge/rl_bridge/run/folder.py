@@ -14,7 +14,7 @@ from rl_bridge.common.scrubbing import is_shown_as, scrubbed
 from rl_bridge.common.terminal import tell
 from rl_bridge.run.best import Best
 from rl_bridge.run.options import MAY_CHANGE
-from rl_bridge.run.provenance import EVALUATION, HELD_OUT, write_provenance
+from rl_bridge.run.provenance import EVALUATION, HELD_OUT, UNDIVIDED, write_provenance
 from rl_bridge.run.recorder import Recorder
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 
@@ -174,8 +174,9 @@ def _changes(state: Mapping[str, Any], identity: Mapping[str, Any], options: Map
     others = [
         f"the {name} is another one ({before.get(name)} was its fingerprint, {now.get(name)} is)"
         for name in dict.fromkeys([*before, *now])
-        # Both are made of the other fingerprints and of options, each of which is named itself.
-        if name not in (HELD_OUT, EVALUATION) and before.get(name) != now.get(name)
+        # The first two are made of the other fingerprints and of options, each of which is named itself. Older
+        # checkpoints lack the third; the data is compared.
+        if name not in (HELD_OUT, EVALUATION, UNDIVIDED) and before.get(name) != now.get(name)
     ]
     return [*differences(state["options"], identity["options"], options), *others]
 

@@ -50,7 +50,10 @@ def of_rows(*groups: Iterable[Mapping[str, Any]]) -> str:
 
 HELD_OUT, EVALUATION = "held-out rows", "evaluation"
 """Fingerprints of a recipe's held-out rows, and of all that decides its numbers on them."""
-OF_TRAINING = ("data", "data reader", "held-out rows' reader", "critic's model", "teacher", "loss")
+UNDIVIDED = "rows before their split"
+"""Name of the fingerprint of all rows in the order in which they were read: equal for all seeds, by which ``data``, the
+rows to train on and those held out, differs. A resumed run compares ``data``."""
+OF_TRAINING = ("data", UNDIVIDED, "data reader", "held-out rows' reader", "critic's model", "teacher", "loss")
 """Fingerprints that decide no held-out number of the same weights; of the rows there is one of their own."""
 
 

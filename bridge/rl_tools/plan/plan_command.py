@@ -4,15 +4,18 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from rl_bridge.common.files import write_json
 from rl_bridge.common.terminal import say
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.memory.token_budget import START
 from rl_bridge.models.model_source import ModelSource
-from rl_bridge.models.row_checks import prompted
+from rl_bridge.models.row_checks import longest_sequence, prompted
 from rl_bridge.pipelines.training import load_model, load_rows, own_model
+from rl_bridge.rollout.conversations import Limits
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
 from rl_tools.plan.steps import Rows, Supervision
@@ -66,13 +69,57 @@ def _of_policy(pipeline: PolicyPipeline, prompt_tokens: int | None) -> tuple[Mod
         raise ValueError("the length of the prompts is not known before the data is read: give --prompt-tokens")
     else:
         source, longest = _structure(pipeline), prompt_tokens
-    config = pipeline.policy
+    config, prompt = pipeline.policy, prompt_tokens or longest
+    conversation = conversation_of(pipeline, source, prompt)
     return source, Workload(
         prompts=config.prompts_per_step,
         responses=config.sampling.n,
-        prompt_tokens=prompt_tokens or longest,
-        new_tokens=config.sampling.max_new_tokens,
+        prompt_tokens=prompt,
+        new_tokens=config.sampling.max_new_tokens if conversation is None else max(1, conversation.tokens - prompt),
     )
+
+
+class ConversationSize(NamedTuple):
+    """The longest conversation with an environment: its ``tokens``, and the limit that holds for the environment, too.
+
+    ``limit`` None: the policy's turns are counted, and what the environment says is not known.
+    """
+
+    tokens: int
+    limit: str | None
+    turns: str
+    """The policy's turns in words."""
+
+    def line(self) -> str:
+        """The content of a row in words."""
+        if self.limit is None:
+            return (
+                f"a row is the prompt and {self.turns}; what the environment says is not counted: "
+                "--max-trajectory-tokens bounds both together"
+            )
+        return f"a row is a conversation of {self.tokens} tokens ({self.limit}), the environment's included"
+
+
+def conversation_of(pipeline: Pipeline, source: ModelSource, prompt_tokens: int) -> ConversationSize | None:
+    """The longest conversation of a policy with its environment; None for a run without one.
+
+    Raises:
+        ValueError: conversations may be longer than the model has positions, or an engine holds.
+    """
+    if not isinstance(pipeline, PolicyPipeline) or pipeline.environment is None:
+        return None
+    new_tokens, most = pipeline.policy.sampling.max_new_tokens, pipeline.max_trajectory_tokens
+    engine = None if pipeline.rollout.backend == "in_process" else pipeline.rollout.vllm.max_model_len
+    with torch.device("meta"):
+        longest = longest_sequence(source.empty(), engine)
+    Limits(max_turns=pipeline.max_turns, turn_tokens=new_tokens, all_tokens=most, longest=longest)
+    turns = f"{pipeline.max_turns} turns of {new_tokens} tokens"
+    if most is not None:
+        return ConversationSize(most, "--max-trajectory-tokens", turns)
+    drawn = prompt_tokens + pipeline.max_turns * new_tokens
+    if longest is not None and longest <= drawn:
+        return ConversationSize(longest, "the model's positions, or what the engine holds", turns)
+    return ConversationSize(drawn, None, turns)
 
 
 def _of_supervision(
@@ -215,9 +262,14 @@ def print_plan(
     source, workload = workload_of(pipeline, prompt_tokens, completion_tokens)
     phases = plan(pipeline, source, workload)
     say(f"{shown(workload)}; micro-batches of {pipeline.micro_batch_tokens} tokens")
+    conversation = conversation_of(pipeline, source, workload.prompt_tokens)
+    if conversation is not None:
+        say(conversation.line())
     say("a run of one worker" if mesh.size == 1 else f"one of {mesh.size} workers, {mesh}")
     say("\n".join(plan_lines(phases)))
     numbers: dict[str, Any] = {"workload": vars(workload), "mesh": vars(mesh), "phases": as_json(phases)}
+    if conversation is not None:
+        numbers["conversation"] = {"tokens": conversation.tokens, "with_environment": conversation.limit is not None}
     if (engine := engine_of(pipeline, source, workload)) is not None:
         say("\n".join(engine.lines()))
         numbers["rollout"] = engine.numbers()

@@ -31,6 +31,9 @@ OWN = (
     "system_every",
 )  # fmt: skip
 """Options in which runs of one group may differ."""
+SPLIT = "data"
+"""The fingerprint in which runs of one group may differ: the seed chooses the rows that are held out. That of all rows
+before is compared."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Group:
     label: str
     runs: list[int]
     options: dict[str, str]
+    counted: list[int]
+    """The first run of each seed: one that is repeated tells nothing of other seeds."""
 
 
 def options_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -60,19 +65,33 @@ def options_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def grouped(runs: Sequence[RunFiles]) -> list[Group]:
     """The groups in the order of their first runs. A label says what tells a group from the others.
 
-    An option that only one of two configs has, as of an older version, is no difference between them.
+    Runs of a group have equal options and inputs: the fingerprints of rows, rewards, models. An option or an input that
+    only one of two runs has, as of an older version, is no difference between them.
     """
     options = [options_of(run.config) for run in runs]
-    keys = [{name: value for name, value in of_run.items() if name not in OWN} for of_run in options]
+    keys = [
+        {name: value for name, value in of_run.items() if name not in OWN}
+        | {f"content of the {name}": value for name, value in run.fingerprints.items() if name != SPLIT}
+        for of_run, run in zip(options, runs, strict=True)
+    ]
     members: list[list[int]] = []
     for place, key in enumerate(keys):
-        same = next((group for group in members if _agree(keys[group[0]], key)), None)
+        same = next((group for group in members if all(_agree(keys[one], key) for one in group)), None)
         if same is None:
             members.append([place])
         else:
             same.append(place)
     differing = differences([keys[group[0]] for group in members])
-    return [Group(_label(runs, keys, group, differing), group, options[group[0]]) for group in members]
+    return [
+        Group(_label(runs, keys, group, differing), group, options[group[0]], _first_of_seeds(runs, group))
+        for group in members
+    ]
+
+
+def _first_of_seeds(runs: Sequence[RunFiles], group: Sequence[int]) -> list[int]:
+    """The first run of each seed; those without a seed, all of them."""
+    seeds = [runs[place].seed for place in group]
+    return [place for n, place in enumerate(group) if seeds[n] is None or seeds[n] not in seeds[:n]]
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -91,7 +110,9 @@ def _label(
     names = ", ".join(runs[place].name for place in group)
     parts = [f"{name} {keys[group[0]].get(name, '–')}" for name in differing[:3]]
     parts += [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
-    return f"{names}: {', '.join(parts)}" if parts else names
+    label, counted = f"{names}: {', '.join(parts)}" if parts else names, _first_of_seeds(runs, group)
+    again = [f"{runs[place].name} (seed {runs[place].seed})" for place in group if place not in counted]
+    return f"{label}; not counted, as an earlier run has the seed: {', '.join(again)}" if again else label
 
 
 # Panels of curves: one a metric of a stage, with a line a run and a band a group of runs.
@@ -138,8 +159,8 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
     names = sorted(dict.fromkeys(name for of_run in columns for name in of_run), key=order)
     bounds = {f"{name}_{end}" for name in names for end in ("low", "high")}
     visible = [name for name in names if name not in bounds and any(_there(of_run.get(name)) for of_run in columns)]
-    several = {place: group for place, group in enumerate(groups) if len(group.runs) > 1}
-    shared = {place: _shared([clocks[run]["step"] for run in group.runs]) for place, group in several.items()}
+    several = {place: group for place, group in enumerate(groups) if len(group.counted) > 1}
+    shared = {place: _shared([clocks[run]["step"] for run in group.counted]) for place, group in several.items()}
     return {
         "clocks": [
             {name: thinned_clock(times[name], part) for name in CLOCKS}
@@ -158,7 +179,7 @@ def _stage(stage: str, runs: Sequence[RunFiles], groups: Sequence[Group]) -> dic
                 "bands": {
                     place: band
                     for place, group in several.items()
-                    if (band := _band([columns[run].get(name) for run in group.runs], shared[place])) is not None
+                    if (band := _band([columns[run].get(name) for run in group.counted], shared[place])) is not None
                 },
                 "before": {
                     run: value
@@ -193,7 +214,8 @@ def _group_clocks(
     """Mean of the runs' clocks at the steps that all of them have."""
     clocks_of_group: dict[str, list[float | None]] = {}
     for name in CLOCKS:
-        rows = [[clocks[run][name][place] for place in places] for run, places in zip(group.runs, shared, strict=True)]
+        pairs = zip(group.counted, shared, strict=True)
+        rows = [[clocks[run][name][place] for place in places] for run, places in pairs]
         mean = np.mean(np.array(rows, np.float64), axis=0) if rows[0] else np.zeros(0)
         clocks_of_group[name] = [short(x) for x in _first_of_parts(mean)]
     return clocks_of_group
@@ -307,10 +329,10 @@ def final(column: Column | None) -> float | None:
 def _of_groups(
     name: str, columns: Sequence[Mapping[str, Column]], runs: Sequence[RunFiles], groups: Sequence[Group]
 ) -> list[dict[str, Any]]:
-    values = [{runs[place].seed: _final(columns[place], name) for place in group.runs} for group in groups]
+    values = [{runs[place].seed: _final(columns[place], name) for place in group.counted} for group in groups]
     entries = []
     for place, group in enumerate(groups):
-        finals = [_final(columns[run], name) for run in group.runs]
+        finals = [_final(columns[run], name) for run in group.counted]
         entry: dict[str, Any] = {"mean": short(sum(finals) / len(finals)), "runs": len(finals)}
         if len(finals) > 1:
             entry |= _ends(over_seeds(finals))

@@ -62,7 +62,12 @@ def content(
         "reload": reload_seconds,
         "runs": [_about(run) for run in runs],
         "groups": [
-            {"label": group.label, "short": ", ".join(runs[place].name for place in group.runs), "runs": group.runs}
+            {
+                "label": group.label,
+                "short": ", ".join(runs[place].name for place in group.runs),
+                "runs": group.runs,
+                "counted": group.counted,
+            }
             for group in groups
         ],
         "stages": stages,

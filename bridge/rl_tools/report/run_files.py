@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from rl_bridge.algorithms.completion_log import COMPLETIONS
 from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.json_kinds import Kind, require_kind
 from rl_bridge.common.statistics import running_mean
+from rl_bridge.run.provenance import PROVENANCE
 from rl_bridge.run.records import ABOUT, METRICS, STEP
 
 # The files of a folder.
 
 CONFIG, SUMMARY, SAMPLES, MEMORY = "config.json", "summary.json", "samples.json", "memory.jsonl"
-FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY)
+FILES = (CONFIG, METRICS, SUMMARY, SAMPLES, COMPLETIONS, MEMORY, PROVENANCE)
 """All that a report reads of a run."""
 
 _NUMBERS = ["a number or null"]
@@ -60,6 +61,7 @@ KINDS: dict[str, Kind] = {
         "seconds?": "a finite number",
         "timeline?": [("a finite number", _BYTES)],
     },
+    PROVENANCE: {"fingerprints?": {"*": "text"}},
 }
 """The entries of each file, a line or the whole of it, so far as a report computes anything from them."""
 
@@ -79,6 +81,8 @@ class RunFiles:
     samples: dict[str, Any]
     completions: list[dict[str, Any]]
     memory: list[dict[str, Any]]
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    """Input → hash, of the last attempt."""
 
     @property
     def name(self) -> str:
@@ -107,7 +111,7 @@ def read_run(folder: Path) -> RunFiles:
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} has no {' and no '.join(missing)}: it is not a run's folder")
-    lines = _lines(folder / METRICS)
+    lines, attempts = _lines(folder / METRICS), _lines(folder / PROVENANCE)
     return RunFiles(
         folder=folder,
         config=_object(folder / CONFIG),
@@ -117,6 +121,7 @@ def read_run(folder: Path) -> RunFiles:
         samples=_object(folder / SAMPLES),
         completions=_lines(folder / COMPLETIONS),
         memory=_lines(folder / MEMORY),
+        fingerprints=attempts[-1].get("fingerprints", {}) if attempts else {},
     )
 
 

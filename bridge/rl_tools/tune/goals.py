@@ -4,7 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -73,7 +73,12 @@ class Constraint:
     bound: float
 
     def __post_init__(self) -> None:
-        """Refuse a bound that every trial keeps, or none."""
+        """Refuse a bound that every trial keeps, or none. ``best`` gets its direction: max of ≥, min of ≤.
+
+        Values are kept by the names of their goals: two directions of one name would be one value.
+        """
+        if self.goal.reduction == "best":
+            object.__setattr__(self, "goal", replace(self.goal, reduction="max" if self.goal.maximize else "min"))
         if not math.isfinite(self.bound):
             raise ValueError(f"the bound is a finite number, got {self.bound}")
 
@@ -90,8 +95,8 @@ class Constraint:
 def parse_constraint(text: str) -> Constraint:
     """``kl<=0.1``, ``tokens<=1e6``, ``entropy:min>=0.2``.
 
-    >>> parse_constraint("kl:max <= 0.1").text
-    'kl:max<=0.1'
+    >>> parse_constraint("kl:max <= 0.1").text, parse_constraint("kl:best <= 0.1").text
+    ('kl:max<=0.1', 'kl:min<=0.1')
     """
     match = re.fullmatch(r"\s*([^<>=\s]+)\s*(<=|>=)\s*(\S+)\s*", text)
     if match is None:

@@ -124,6 +124,11 @@ class OptunaSampler:
             storage=storage, study_name=STUDY, directions=["minimize"] * goals, load_if_exists=True
         )
 
+    @property
+    def combinations(self) -> int | None:
+        """Assignments of the grid; None for a sampler without an end."""
+        return None if self._grid is None else len(self._grid)
+
     def ask(self, number: int) -> Assignment | None:
         """Optuna's proposal, each number with six digits; of a grid the combination with this number."""
         if self._grid is not None:

@@ -31,7 +31,8 @@ def summary_of(events: Sequence[Event]) -> dict[str, Any]:
 
     A trial has ``number``, ``assignment``, ``status``, ``reason``, ``values`` (goal → mean, low, high, seeds),
     ``feasible``, ``violations``, ``seconds``, ``on_front``. ``best`` is the best trial by the first goal with its
-    interval, ``against_second`` its paired difference to the second, and ``confirmed`` its value with fresh seeds.
+    interval, ``against_second`` its paired difference to the best trial of another assignment, and ``confirmed`` its
+    value with fresh seeds.
     """
     study = {name: value for name, value in events[0].items() if name != "kind"}
     seconds: dict[int, float] = {}
@@ -74,8 +75,9 @@ def _best(goals: Sequence[dict[str, Any]], trials: Sequence[dict[str, Any]]) -> 
         return {"best": None}
     best = ordered[0]
     entry: dict[str, Any] = {"trial": best["number"], "goal": goal, **best["values"][goal]}
-    if len(ordered) > 1:
-        second = ordered[1]
+    # A choice is proposed again and again: compared with itself a configuration has no difference.
+    second = next((trial for trial in ordered if trial["assignment"] != best["assignment"]), None)
+    if second is not None:
         pair = best["values"][goal]["seeds"], second["values"][goal]["seeds"]
         entry["against_second"] = {"trial": second["number"], **over_seeds(*pair)}
     return {"best": entry}

@@ -19,13 +19,17 @@ from rl_tools.tune.scheduler import Plan
 from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
 
 SPACE = "--space"
+TRIALS = 20
+"""Trials of a study that says no number, but for a grid."""
 DEFAULTS = {
     "policy": parse_goal("held_out", maximize=True),
     "sft": parse_goal("held_out_nll:best", maximize=False),
-    "preference": parse_goal("held_out_accuracy:best", maximize=True),
-    "reward-model": parse_goal("held_out_accuracy:best", maximize=True),
+    "preference": parse_goal("held_out_loss:best", maximize=False),
+    "reward-model": parse_goal("held_out_loss:best", maximize=False),
 }
-"""Trainer → the goal of a study that names none."""
+"""Trainer → the goal of a study that names none: of the model that the run's folder ``model`` has."""
+OF_ANY_LOSS = parse_goal("held_out_accuracy:best", maximize=True)
+"""The goal where trials have losses of unlike scale, so that their values cannot be compared."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -73,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sampler-seed", type=int, default=0, help="the same seed proposes the same again")
     add("--grid-points", type=int, default=3, help="values of each range, for the sampler grid")
     add("--startup-trials", type=int, help="random ones before a sampler learns (a quarter)")
-    add("--trials", type=int, default=20, help="assignments that are tried")
+    add("--trials", type=int, help=f"assignments that are tried ({TRIALS}; with --sampler grid all combinations)")
     add("--seeds", type=int, default=1, help="repetitions of each, with --seed 0, 1, …")
     add("--confirm", type=int, default=0, metavar="N", help="at the end the best trial runs again with N fresh seeds")
     add("--first-seed", type=int, default=0, help="--seed of the first repetition")
@@ -120,7 +124,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
             _require_fixed(word, options)
     prog = f"rl-fn tune {trainer}"
     _require_used(arguments, command_line)
-    goals, space, example = _goals(arguments, trainer), None, fixed
+    goals, space, example = _goals(arguments, trainer, domains), None, fixed
     if arguments.space is not None:
         if domains:
             raise ValueError(f"--space {arguments.space} proposes all options: leave --space.{next(iter(domains))} out")
@@ -148,13 +152,13 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
             goals=len(goals),
             grid_points=arguments.grid_points,
             startup=arguments.startup_trials,
-            trials=arguments.trials,
+            trials=TRIALS if arguments.trials is None else arguments.trials,
             storage=None if journal is None else journal.storage,
         )
 
     # A missing library or function shows before a folder is made.
     library("optuna")
-    sampler(None)
+    arguments.trials = _trials(arguments, sampler(None))
     for seed in _ends_of_seeds(arguments):
         trainers.parse(default, [*example, "--seed", str(seed)], prog=prog)
     plan = _plan(arguments, goals)
@@ -176,6 +180,16 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     for difference in differences_of(before, reads):
         say(difference)
     return 0 if _succeeded(events, arguments.confirm) else 1
+
+
+def _trials(arguments: argparse.Namespace, sampler: Sampler) -> int:
+    """How many assignments are tried: as many as the user says, all of a grid, else ``TRIALS``."""
+    combinations = sampler.combinations if isinstance(sampler, OptunaSampler) else None
+    if arguments.trials is None:
+        return TRIALS if combinations is None else combinations
+    if combinations is not None and arguments.trials < combinations:
+        remark(f"{arguments.trials} of {combinations} combinations of the grid are tried, drawn at random (--trials)")
+    return arguments.trials
 
 
 def _plan(arguments: argparse.Namespace, goals: tuple[Goal, ...]) -> Plan:
@@ -284,10 +298,23 @@ def _require_fixed(word: str, options: TrainerOptions) -> None:
         options.require(name)
 
 
-def _goals(arguments: argparse.Namespace, trainer: str) -> tuple[Goal, ...]:
+def _goals(arguments: argparse.Namespace, trainer: str, searched: Mapping[str, str]) -> tuple[Goal, ...]:
+    """The goals that the command names, else the trainer's own, which is printed. ``searched``: option → domain."""
     up = [parse_goal(text, maximize=True) for text in arguments.maximize]
     goals = (*up, *(parse_goal(text, maximize=False) for text in arguments.minimize))
-    return goals or (DEFAULTS[trainer],)
+    if goals:
+        return goals
+    goal, reason = DEFAULTS[trainer], ""
+    parts = [part for name in searched for part in plain(dashed(name))[0].split(JOINT)]
+    by_loss = goal.metric == DEFAULTS["preference"].metric
+    if by_loss and (arguments.space is not None or any(part.split(".")[0] == "loss" for part in parts)):
+        reason = (
+            f": values of unlike losses cannot be compared. A run's exported model is still that of its best "
+            f"{goal.metric}"
+        )
+        goal = OF_ANY_LOSS
+    say(f"the goal is to {'maximize' if goal.maximize else 'minimize'} {goal.name}{reason}")
+    return (goal,)
 
 
 def _about(

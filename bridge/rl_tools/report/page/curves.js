@@ -11,9 +11,9 @@ function linesOf(stage, panel, clock, view) {
   content.groups.forEach((group, place) => {
     if (!view.groups[place]) return;
     const mean = panel.bands[place];
-    const levels = group.runs.map((run) => panel.before[run]).filter((value) => value !== undefined);
-    const before = levels.length === group.runs.length ? levels.reduce((sum, value) => sum + value, 0) / levels.length : null;
-    if (mean) found.push({ label: `mean of ${group.runs.length}`, place, before, ...pointsOf(mean, stage.group_clocks[place][clock]) });
+    const levels = group.counted.map((run) => panel.before[run]).filter((value) => value !== undefined);
+    const before = levels.length === group.counted.length ? levels.reduce((sum, value) => sum + value, 0) / levels.length : null;
+    if (mean) found.push({ label: `mean of ${group.counted.length}`, place, before, ...pointsOf(mean, stage.group_clocks[place][clock]) });
     for (const run of group.runs) {
       const line = panel.lines[run];
       if (!line || (mean && !view.each)) continue;

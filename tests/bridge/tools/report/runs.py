@@ -34,7 +34,7 @@ def sample(step, text=TOKENS, **more):
     return {**about, "prompt": NAUGHTY, "completion": "".join(text), "tokens": columns, **more}
 
 
-def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True, noise=0.02):
+def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True, noise=0.02, fingerprints=None):
     folder.mkdir(parents=True)
     draw = random.Random(seed)
     records = []
@@ -57,6 +57,8 @@ def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True
     write_lines(folder / "completions.jsonl", lines)
     row = {"prompt": NAUGHTY, "completion": "42", "answer": "42", "reward": 1.0}
     (folder / "samples.json").write_text(json.dumps({"before": {"greedy": [row]}, "after": {"greedy": [row]}}))
+    inputs = {"data": f"of seed {seed}", "rows before their split": "r1", "reward": "w1"} | (fingerprints or {})
+    write_lines(folder / "provenance.jsonl", [{"attempt": 1, "time": 1.7e9, "fingerprints": inputs}])
     if finished:
         summary = {"accuracy_before": 0.5, "accuracy_after": 0.9, "objective": "dapo: minimise ℓ\n  ℓ = −min(ρA, x)"}
         (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")

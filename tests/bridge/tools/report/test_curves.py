@@ -112,6 +112,59 @@ def test_runs_that_differ_in_the_seed_are_a_group(runs):
     assert groups[1].label == "b0, b1: optimizer.learning_rate 0.5"
 
 
+@pytest.mark.parametrize("name", ["rows before their split", "reward", "model", "environment"])
+def test_runs_with_other_inputs_are_no_seeds_of_one_group(name, tmp_path):
+    """A reward that was edited after the first seed was in one mean with the others, under a 95 % band."""
+    folders = [write_run(tmp_path / f"a{seed}", seed=seed, fingerprints={name: "old"}) for seed in range(4)]
+    assert [group.runs for group in grouped(list(map(read_run, folders)))] == [[0, 1, 2, 3]]
+    # The last attempt counts: the run went on with --resume-anyway.
+    for place in (1, 3):
+        lines = [json.loads(line) for line in (folders[place] / "provenance.jsonl").read_text().splitlines()]
+        again = {**lines[0], "attempt": 2, "fingerprints": {**lines[0]["fingerprints"], name: "new"}}
+        write_lines(folders[place] / "provenance.jsonl", [*lines, again])
+    groups = grouped(list(map(read_run, folders)))
+    assert [group.runs for group in groups] == [[0, 2], [1, 3]]
+    assert [group.label for group in groups] == [
+        f"a0, a2: content of the {name} old",
+        f"a1, a3: content of the {name} new",
+    ]
+
+
+def test_a_run_that_recorded_no_inputs_joins_runs_of_one_kind_alone(tmp_path):
+    folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    (folders[0] / "provenance.jsonl").unlink()
+    lines = [{"attempt": 1, "fingerprints": {"reward": "w2"}}]
+    write_lines(folders[2] / "provenance.jsonl", lines)
+    assert [group.runs for group in grouped(list(map(read_run, folders)))] == [[0, 1], [2]]
+
+
+@pytest.mark.parametrize("seeds", [(0, 0, 0), (0, 1, 0), (0, 0, 1, 1, 2), (3, 1, 2)], ids=str)
+def test_a_seed_that_is_repeated_is_named_and_counts_once(seeds, tmp_path):
+    """Three runs of one seed were three repetitions, with a band of no width."""
+    made = [write_run(tmp_path / f"a{n}", seed=seed, shift=0.1 * n) for n, seed in enumerate(seeds)]
+    other = {"optimizer": {"learning_rate": 0.5}}
+    made += [write_run(tmp_path / f"b{seed}", seed=seed, config=other) for seed in range(3)]
+    runs = list(map(read_run, made))
+    first, second = groups = grouped(runs)
+    counted = [n for n, seed in enumerate(seeds) if seed not in seeds[:n]]
+    assert first.runs == list(range(len(seeds))) and first.counted == counted
+    again = [n for n in first.runs if n not in counted]
+    assert all(f"a{n} (seed {seeds[n]})" in first.label for n in again) and ("not counted" in first.label) is bool(
+        again
+    )
+    stage = curves(runs, groups)["policy"]
+    panel = next(panel for panel in stage["panels"] if panel["name"] == "reward")
+    assert (0 in panel["bands"]) is (len(counted) > 1) and list(panel["lines"]) == list(range(len(runs)))
+    assert ("low" in panel["bands"].get(0, {})) is (len(counted) > 2)
+    row = next(row for row in comparison("policy", runs, groups)["rows"] if row["name"] == "reward")
+    ends = [np.mean([r["reward"] for r in run.records[36:]]) for run in runs]
+    assert row["groups"][0]["runs"] == len(counted)
+    assert row["groups"][0]["mean"] == pytest.approx(np.mean([ends[n] for n in counted]), rel=1e-4)
+    pairs = [ends[second.runs[seeds[n]]] - ends[n] for n in counted if seeds[n] < 3]
+    if len(pairs) > 1:
+        assert row["groups"][1]["difference"]["mean"] == pytest.approx(np.mean(pairs), rel=1e-4, abs=1e-6)
+
+
 def test_an_option_that_a_config_does_not_know_makes_no_group(tmp_path):
     first = write_run(tmp_path / "a", steps=1, config={"samples_every": 5})
     second = write_run(tmp_path / "b", steps=1, config={"new_option": 5, "checkpoint_every": 3})
