@@ -144,8 +144,9 @@ def top_k_distillation(
 
     Args:
         student_logits: logits of S, `*batch V`.
-        teacher_logprobs: log-probabilities of T, in nats, `*batch K`; −inf for an entry that is not there.
-        teacher_tokens: their token ids, different from each other in a row, `*batch K`.
+        teacher_logprobs: log-probabilities of T, in nats, `*batch K`; −inf for an entry that T excludes.
+        teacher_tokens: their token ids, different from each other in a row, `*batch K`; −1 pads a shorter report: the
+            entry is left out on both sides, whatever its log-probability.
         mask: True where a token counts, `*batch`; without it every token does.
         beta: β in [0, 1]: 0 forward KL(T‖S), 1 reverse KL(S‖T), between them gkd's mixture.
         temperature: > 0, divides the student's logits; the teacher's are as reported.
@@ -179,17 +180,20 @@ def top_k_distillation(
     # Garbage in a masked row may lie outside the vocabulary; the first K ids are inside and all different.
     spare = jnp.broadcast_to(jnp.arange(count, dtype=ids.dtype), ids.shape)
     ids = ids if mask is None else jnp.where(jnp.asarray(mask)[..., None], ids, spare)
-    reported = jnp.take_along_axis(student, ids, axis=-1)
+    padding = ids == -1
+    teacher = jnp.where(padding, -jnp.inf, teacher)
+    reported = jnp.where(padding, -jnp.inf, jnp.take_along_axis(student, jnp.where(padding, 0, ids), axis=-1))
     if tail == "renormalise":
         teacher, reported = log_softmax(teacher), log_softmax(reported)
-    elif tail == "bucket" and count < size:
-        rows = ids.reshape(-1, count)
+    elif tail == "bucket":
+        # The size is no id: what is set there is dropped.
+        rows = jnp.where(padding, size, ids).reshape(-1, count)
         there = jnp.zeros((rows.shape[0], size), bool).at[jnp.arange(rows.shape[0])[:, None], rows].set(True)
         there = there.reshape(student.shape)
         reported = jnp.concatenate([reported, _log_total(jnp.where(there, -jnp.inf, student))], axis=-1)
         left = 1.0 - jnp.sum(jnp.exp(teacher), axis=-1, keepdims=True)
         # What rounding of a sum to 1 leaves over is no probability.
-        some = left > count * float(jnp.finfo(teacher.dtype).eps)
+        some = (left > count * float(jnp.finfo(teacher.dtype).eps)) & ~jnp.all(there, axis=-1, keepdims=True)
         teacher = jnp.concatenate([teacher, jnp.where(some, jnp.log(jnp.where(some, left, 1.0)), -jnp.inf)], axis=-1)
     return keep(_jensen_shannon(teacher, reported, beta), mask)
 

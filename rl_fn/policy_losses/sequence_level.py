@@ -14,6 +14,7 @@ from rl_fn._numerics import (
     divide,
     exp,
     numbers,
+    own_gradient,
     same_shape,
 )
 from rl_fn.importance.ratios import log_ratio
@@ -114,7 +115,7 @@ def gspo_token(
     (new,) = as_float(logprobs)
     new = jnp.where(as_mask(mask), new, 0.0)
     ratio = log_ratio(logprobs, old_logprobs, mask, level="sequence", segment_ids=segment_ids)
-    ratio = jax.lax.stop_gradient(ratio) + (new - jax.lax.stop_gradient(new))
+    ratio = jax.lax.stop_gradient(ratio) + own_gradient(new)
     clips = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
     return ppo_clip(ratio, jnp.zeros_like(ratio), advantages, mask, **clips)
 

@@ -14,6 +14,7 @@ from rl_fn._numerics import (
     keep,
     log,
     numbers,
+    own_gradient,
     require,
     same_shape,
 )
@@ -258,5 +259,5 @@ def dppo(
     if ratio_cap is not None:
         (ratio_cap,) = numbers(new.dtype, POSITIVE, ratio_cap=ratio_cap)
         held = jnp.exp(jnp.minimum(fixed - old, log(ratio_cap)))
-        ratio = held * jnp.exp(new - fixed)
+        ratio = held * jnp.exp(own_gradient(new))
     return jnp.where(outward & (distance > threshold), 0.0, -ratio * a)

@@ -35,7 +35,9 @@ def top_k_distillation(
     s = f64(student_logits) / temperature
     out = np.zeros(s.shape[:-1])
     for row in np.ndindex(out.shape):
-        student, teacher = softmax(s[row])[teacher_tokens[row]], np.exp(f64(teacher_logprobs[row]))
+        present = teacher_tokens[row] != -1
+        student = softmax(s[row])[teacher_tokens[row][present]]
+        teacher = np.exp(f64(teacher_logprobs[row][present]))
         if tail == "bucket":
             student, teacher = ([*x, 1 - x.sum()] for x in (student, teacher))
         elif tail == "renormalise":

@@ -218,7 +218,7 @@ def test_equal_rewards_have_no_advantage(name):
 
 
 # π has cut off a token that another policy sampled: its ratio is 0. (Where log π itself is the loss, it is infinite.)
-EXCLUDED = ("ppo_clip", "clipped_tokens", "decoupled_ppo", "dppo[tv]", "dppo[kl]", "sapo")
+EXCLUDED = ("ppo_clip", "clipped_tokens", "decoupled_ppo", "dppo[tv]", "dppo[kl]", "dppo[cap]", "sapo", "gspo_token")
 EXCLUDED += ("truncated_importance_weights[token]", "masked_importance_weights[token]")
 
 

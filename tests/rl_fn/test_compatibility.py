@@ -65,6 +65,11 @@ AGGREGATIONS = [
         (lambda: rl_fn.recipes.rloo().replace(kl=KL, reward_kl=KL), "penalises it twice", "reward_kl=None"),
         (lambda: rl_fn.recipes.ppo().replace(kl=KL, reward_kl=KL), "penalises it twice", "kl=None"),
         (
+            lambda: rl_fn.recipes.maxrl().replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
+            "cannot hold a KL",
+            "reward_kl=None",
+        ),
+        (
             lambda: rl_fn.recipes.gdpo().replace(reward_kl=rl_fn.components.KL("k1", 0.1)),
             "cannot hold a KL",
             "into the loss",

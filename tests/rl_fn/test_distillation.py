@@ -35,6 +35,17 @@ def _top_k(beta, tail):
     return quick_jit(functools.partial(rl_fn.top_k_distillation, beta=beta, tail=tail))
 
 
+IDS = jnp.array([0, 1, -1], jnp.int32)
+
+
+@functools.cache
+def _slopes(beta, tail):
+    def losses(student, reported, ids):
+        return rl_fn.top_k_distillation(student, reported, ids, beta=beta, tail=tail)
+
+    return quick_jit(lambda s, *of: (losses(s, *of), jax.grad(lambda s: losses(s, *of).sum())(s)))
+
+
 @given(seed=SEEDS)
 def test_the_ends_are_the_two_kls(seed):
     student, teacher = _logits(seed, 3)
@@ -151,6 +162,39 @@ def test_a_certain_teacher_and_entries_that_are_not_there(tail, beta):
         p = jax.nn.softmax(student)
         expected = -jnp.log(p[2] / (p[0] + p[2])) if tail == "renormalise" else -jnp.log(p[2])
         np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("tail", TAILS)
+def test_padding_of_a_report_reserves_no_token(beta, tail):
+    """Two of four equal entries are reported, and padding: student and teacher are the same."""
+    half = jnp.log(jnp.array([0.25, 0.25, 0.25]))
+    for padded in (half, half.at[2].set(-jnp.inf), half.at[2].set(jnp.nan)):
+        value, slope = _slopes(beta, tail)(jnp.zeros(4), padded, IDS)
+        np.testing.assert_allclose(value, 0.0, atol=1e-6)
+        if tail != "drop":  # what is dropped is no divergence: its least value is elsewhere
+            np.testing.assert_allclose(slope, 0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("tail", TAILS)
+@given(seed=st.integers(0, 9))
+def test_a_padded_report_is_the_shorter_report(beta, tail, seed):
+    """Wherever the padding stands, up to a row of V entries; of nothing reported nothing is learned."""
+    student, teacher = _logits(seed, 3)
+    order = np.argsort(Draw(seed).uniform(0, 1, 3, V), axis=-1).astype(np.int32)
+    reported = jnp.take_along_axis(jax.nn.log_softmax(teacher), jnp.asarray(order), axis=-1)
+    for count in (0, 2, V - 1):
+        left = np.random.default_rng(seed).permutation(V)[:count]
+        ids = np.full_like(order, -1)
+        ids[:, left] = order[:, left]
+        got = _slopes(beta, tail)(student, reported, jnp.asarray(ids))
+        if not count:
+            expected = (jnp.zeros(3), jnp.zeros_like(student))
+        else:
+            expected = _slopes(beta, tail)(student, reported[:, left], jnp.asarray(order[:, left]))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6)
 
 
 def test_the_bucket_teaches_the_entries_that_are_not_reported():

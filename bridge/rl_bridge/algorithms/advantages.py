@@ -127,6 +127,40 @@ def require_rescored(objective: Objective, *, way_on: str) -> None:
             )
 
 
+def require_unpenalised(objective: Objective, *, penalised: bool) -> None:
+    """Refuse an overlong penalty (``penalised``) where the advantage divides by a mean reward, which must be ≥ 0.
+
+    Raises:
+        ValueError: with the option, and the way on.
+    """
+    if penalised and objective.advantage.nonnegative_rewards:
+        raise ValueError(
+            f"{objective.name} divides by the mean reward of a group, and the overlong penalty can make it negative, "
+            "which would reward the long completions: leave out overlong_buffer (--policy.overlong-buffer), or take an "
+            "objective that compares rewards of any sign (recipes.dapo(), objective:dapo)"
+        )
+
+
+def require_nonnegative(objective: Objective, sampled: Sampled) -> None:
+    """Refuse a negative reward that counts, where the advantage divides by a mean that must not be negative.
+
+    Raises:
+        ValueError: with the first row of these and its rewards, and the way on.
+    """
+    negative = (sampled.rewards < 0) & sampled.valid
+    if not objective.advantage.nonnegative_rewards or not bool(negative.any()):
+        return
+    group, place = negative.nonzero()[0].tolist()
+    row = sampled.trajectories[group * negative.shape[1] + place].row.get("_where", f"prompt {group}")
+    parts = zip(sampled.names, sampled.matrix[group, :, place].tolist(), strict=True)
+    raise ValueError(
+        f"{objective.name} divides by the mean reward of a group, and a completion of {row} has the reward "
+        f"{float(sampled.rewards[group, place]):g} ({', '.join(f'{name} {value:g}' for name, value in parts)}): give "
+        "rewards ≥ 0, such as 1 and 0 in place of 1 and -1, or take an objective that compares rewards of any sign "
+        "(recipes.rloo(), objective:rloo)"
+    )
+
+
 SEVERAL = "*batch R G"
 """Shape of the rewards of an objective that reads each of several by itself."""
 
@@ -142,8 +176,10 @@ def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *
     (1.0, 0.1, 1.0)
 
     Raises:
-        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of.
+        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of; or it
+            takes no penalty.
     """
+    require_unpenalised(objective, penalised=penalised)
     advantage: Any = objective.advantage
     if advantage.rewards_shape != SEVERAL:
         return objective
@@ -208,7 +244,11 @@ class Advantages:
 
         A trajectory whose environment failed has advantage 0 and is in no denominator, whatever it earned; the others
         of its group are compared without it.
+
+        Raises:
+            ValueError: rewards that the advantage has no meaning for, negative ones or None among several.
         """
+        require_nonnegative(self._objective, sampled)
         groups = sampled.rewards.shape
 
         def grouped(values: torch.Tensor | None) -> torch.Tensor | None:

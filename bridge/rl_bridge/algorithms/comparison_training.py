@@ -6,20 +6,17 @@ from typing import Any
 
 import torch
 
-import rl_fn
 from rl_bridge.common.statistics import confidence_interval
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example, batch_of
 from rl_bridge.engines import NeedParallel, TrainEngine
 from rl_bridge.engines.train import one_update
-from rl_bridge.functional import from_jax
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.policy import mean, means
 
 CACHED_AT_ONCE = 1024
 """Examples that the reference scores in one call."""
 REWARDS = ("chosen_reward", "rejected_reward")
-_kto_kl = from_jax(rl_fn.kto_kl)
 
 
 def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_token_id: int) -> list[Example]:
@@ -35,13 +32,13 @@ def with_reference(examples: Sequence[Example], reference: TrainEngine, pad_toke
     return referenced
 
 
-def kl_of(policy: TrainEngine, batch: PairBatch) -> float:
-    """KTO's KL to the reference under the present weights, of the second completions: those of other prompts."""
+def kl_of(policy: TrainEngine, loss: ComparisonLoss, batch: PairBatch) -> float:
+    """KTO's KL to the reference under the present weights, of the second completions: those of other prompts.
+
+    It is in the unit of the log-ratios that the loss compares it with: per token where the loss averages them.
+    """
     others = batch.side(1)
-    logprobs = policy.completion_logprobs(NeedParallel(others))
-    if others.ref_logprobs is None:
-        raise ValueError("the KL to a reference needs batch.ref_logprobs")
-    return float(_kto_kl(logprobs[:, 0], others.ref_logprobs[:, 0]))
+    return loss.kl(others, policy.completion_logprobs(NeedParallel(others)))
 
 
 def statistics_of(
@@ -49,7 +46,7 @@ def statistics_of(
 ) -> dict[str, float]:
     """The statistics that the loss reads, of this batch alone."""
     if "kl" in loss.statistics:
-        return {"kl": kl_of(policy, batch)}
+        return {"kl": kl_of(policy, loss, batch)}
     if "delta" in loss.statistics:
         totals = loss.metrics(batch, outputs, outputs.new_zeros(len(outputs)))
         return {"delta": 0.5 * sum(mean(totals[name]) for name in REWARDS)}
@@ -66,7 +63,7 @@ class BatchStatistics:
     def of(self, policy: TrainEngine, batch: PairBatch) -> dict[str, float]:
         """The statistics under the present weights, of all comparisons wherever they are computed."""
         if "kl" in self._loss.statistics:
-            return {"kl": kl_of(policy, batch)}
+            return {"kl": kl_of(policy, self._loss, batch)}
         return {"delta": self.delta} if "delta" in self._loss.statistics else {}
 
     def update(self, metrics: Mapping[str, float]) -> None:

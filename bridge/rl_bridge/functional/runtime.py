@@ -108,6 +108,21 @@ def sign(x: Tensor) -> Tensor:
     return torch.where(torch.isnan(x), x.detach(), torch.sign(x)) if x.is_floating_point() else torch.sign(x)
 
 
+def to_integer(x: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:
+    """The integers of numbers as XLA converts them: the nearest of ``low`` … ``high``, and 0 for NaN."""
+    # float64 has every value of the narrower floats, and both comparisons are with a power of two or with 0.
+    x = x.detach().double()
+    inside = (x >= low) & (x < float(high + 1))
+    if high > torch.iinfo(torch.int64).max:  # torch compares and selects hardly any uint64
+        shift = 2.0**63
+        upper = inside & (x >= shift)
+        # The bits of the upper half are those of the negative int64.
+        bits = torch.where(upper, x - 2.0 * shift, torch.where(inside, x, 0.0)).to(torch.int64)
+        return torch.where(x >= float(high + 1), -1, bits).view(dtype)
+    whole = torch.where(inside, x, 0.0).to(torch.int64)
+    return torch.where(x >= float(high + 1), high, torch.where(x < low, low, whole)).to(dtype)
+
+
 def round_away(x: Tensor) -> Tensor:
     whole = torch.trunc(x)
     return torch.where((x - whole).abs() >= 0.5, whole + torch.sign(x), whole)

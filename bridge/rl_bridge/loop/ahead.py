@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 import rl_fn
+from rl_bridge.algorithms.advantages import require_unpenalised
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
@@ -82,6 +83,7 @@ class Ahead:
     ) -> None:
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
+        require_unpenalised(policy.objective, penalised=overlong_buffer is not None)
         rollout.require_lasting()
         policy.watch(rollout)
         self._rollout = rollout

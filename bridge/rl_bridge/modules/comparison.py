@@ -150,6 +150,15 @@ class ComparisonLoss:
         losses = _function(self.name)(**values, mask=mask, **constants)
         return losses * self._weights(batch, outputs) if self.wpo else losses
 
+    def kl(self, batch: PairBatch, outputs: torch.Tensor) -> float:
+        """The statistic ``kl``: KTO's KL to the reference, of completions [N, 1] that belong to other prompts.
+
+        ``outputs`` is [N, 1], as at a call, and is averaged over tokens where that of a call is: the loss subtracts the
+        KL from log-ratios, and both have one unit.
+        """
+        inputs = self._inputs(batch, outputs)
+        return float(_function("kto_kl")(inputs.values[:, 0], inputs.reference[:, 0]))
+
     def watch(self, batch: PairBatch, outputs: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Numbers to watch of each comparison, with the mask of those that count: [N] each, of rankings [N, K, K].
 

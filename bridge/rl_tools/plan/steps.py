@@ -426,7 +426,7 @@ class SupervisionStep:
         else:
             self.model.completion_logprobs(NeedParallel(self._learned(held_out)))
             if "kl" in self.loss.statistics:
-                kl_of(self.model, held_out)
+                kl_of(self.model, self.loss, held_out)
             if self.reference is not None:
                 self.reference.completion_logprobs(NeedParallel(self.batch(self.workload.rows)))
 

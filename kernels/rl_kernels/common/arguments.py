@@ -93,13 +93,18 @@ def rows_of(
         # Filled on the device: a tensor of a Python number would be a copy, for which the host waits.
         temperature = torch.full((), float(temperature), dtype=exact, device=tokens.device)
     inv_temperature = logit_scale / temperature.to(device=tokens.device, dtype=exact)
+    tokens = tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous()
+    if mask is not None:
+        mask = mask.reshape(count).contiguous()
+        # Labels of left out rows may be no token ids, as −100, and backends gather at the ids of all rows.
+        tokens = tokens.masked_fill(~mask[:, None], 0)
     return Rows(
-        tokens.reshape(count, 1 if tokens.shape == batch else tokens.shape[-1]).long().contiguous(),
+        tokens,
         inv_temperature.expand(batch).reshape(count).contiguous(),
         # cap·tanh(scale·z/cap) = scale·c·tanh(z/c) with c = cap/scale: backends know one factor only, after the cap.
         None if softcap is None else softcap / logit_scale,
         None if allowed_tokens is None else _allowed(allowed_tokens, batch, vocab_size),
-        None if mask is None else mask.reshape(count).contiguous(),
+        mask,
     )
 
 

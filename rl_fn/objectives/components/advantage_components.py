@@ -22,6 +22,7 @@ class Advantage(Component):
     per_token: advantages may differ inside a completion. critic: it reads values and gives a critic its returns.
     token_rewards: it takes Rollouts.token_rewards in place of rewards.
     takes_penalty: Rollouts.penalties are taken off what it reads. accepts_packed: it takes Rollouts.segment_ids.
+    nonnegative_rewards: its formula turns advantages round where a group's mean reward is negative.
     takes_valid: what Rollouts.valid leaves out has advantage 0 and changes nothing for the others.
     takes_group_ids: it takes Rollouts.group_ids, or compares nothing within groups.
     """
@@ -32,6 +33,7 @@ class Advantage(Component):
     critic: bool = False
     token_rewards: bool = False
     takes_penalty: bool = False
+    nonnegative_rewards: bool = False
     accepts_packed: bool = False
     takes_valid: bool = False
     takes_group_ids: bool = False
@@ -153,8 +155,10 @@ class GPGAdvantage(PerCompletion):
 
 @dataclasses.dataclass(frozen=True)
 class MaxRLAdvantage(PerCompletion):
-    """(r − mean)/mean, see maxrl_advantages."""
+    """(r − mean)/mean of rewards ≥ 0, see maxrl_advantages."""
 
+    takes_penalty = False
+    nonnegative_rewards = True
     function = staticmethod(baselines.maxrl_advantages)
     equation = "(r − mean)/mean, 0 where the mean is 0"
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rl_fn._numerics import Array, Number, as_float, as_mask, exp, magnitude, require
+from rl_fn._numerics import Array, Number, as_float, as_mask, exp, magnitude, own_gradient, require
 from rl_fn.importance import ratios as importance
 from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components import PerToken, PPOClip
@@ -52,7 +52,7 @@ class RatioClip(PPOClip):
             ids = batch.segment_ids
             ratio = importance.log_ratio(ratio, zeros, batch.mask, level="sequence", segment_ids=ids)
         if self.level == "sequence-token":
-            ratio = jax.lax.stop_gradient(ratio) + (new - jax.lax.stop_gradient(new))
+            ratio = jax.lax.stop_gradient(ratio) + own_gradient(new)
         ratio = jnp.minimum(ratio, self.cap)
         return batch._replace(logprobs=ratio, old_logprobs=jnp.zeros_like(ratio))
 

@@ -173,3 +173,38 @@ def test_half_precision_stays_half(dtype):
     for actual, expected in zip(result, function(x), strict=True):
         assert str(actual.dtype) == f"torch.{expected.dtype}"
         np.testing.assert_allclose(actual.float().numpy(), np.asarray(expected, np.float32), rtol=1e-2, atol=1e-2)
+
+
+BEYOND = [3e9, -3e9, np.nan, np.inf, -np.inf, 300.5, -300.5, -1.5, -0.5, 2.0**31, -(2.0**31), 2.0**63, -(2.0**63)]
+BEYOND += [1.5 * 2.0**63, 2.0**64, 2.0**31 - 1, 2.0**24 + 2, 65504.0, 255.0, 256.0, 127.0, 128.0]
+INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("of", ["float16", "bfloat16", "float32", "float64"])
+def test_numbers_that_an_integer_cannot_hold_saturate(of, dtype):
+    """XLA takes the nearest integer that there is, and 0 for NaN; a cast of torch on the CPU wraps round."""
+    with jax.enable_x64(True):
+        with np.errstate(over="ignore"):  # float16 has no number beyond 65504
+            x = np.asarray(BEYOND).astype(jnp.dtype(of))
+
+        def convert(x):
+            return lax.convert_element_type(x, jnp.dtype(dtype))
+
+        expected = np.asarray(jax.jit(convert)(x)).tolist()
+        exact = torch.tensor(x.astype(np.float64)).to(getattr(torch, of))
+        assert from_jax(convert)(exact).tolist() == expected
+
+
+# torch fills no tensor with a uint64 beyond int64, and says so.
+@pytest.mark.parametrize("dtype", INTEGERS[:-1])
+def test_constants_that_an_integer_cannot_hold_saturate(dtype):
+    with jax.enable_x64(True):
+
+        def convert(y):
+            # A number given to a traced function is a literal of its program; elsewhere NumPy would convert it.
+            inner = jax.jit(lambda x: lax.convert_element_type(x, jnp.dtype(dtype)))
+            return [jnp.broadcast_to(inner(one), y.shape) for one in BEYOND]
+
+        expected = [int(x) for x in jax.jit(convert)(np.zeros((), np.float32))]
+        assert [int(x) for x in from_jax(convert)(torch.zeros(()))] == expected

@@ -101,3 +101,9 @@ def test_partial_rollouts_alone_name_what_they_need(model, option):
     with rollout, policy, pytest.raises(ValueError) as refused:
         Ahead(rollout, policy, Rows(PROMPTS), reward, SAMPLING, prompts=2, steps=1, partial=True)
     assert option in str(refused.value)
+
+
+def test_a_penalty_that_the_advantage_does_not_take_is_refused_before_anything_is_drawn(model):
+    rollout, policy = Rollout(model), Policy(model, rl_fn.recipes.maxrl(), AdamW(1e-2))
+    with rollout, policy, pytest.raises(ValueError, match=r"maxrl divides by the mean reward.*overlong_buffer"):
+        Ahead(rollout, policy, Rows(PROMPTS), reward, SAMPLING, prompts=2, steps=1, overlong_buffer=1)

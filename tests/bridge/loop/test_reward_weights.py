@@ -128,3 +128,47 @@ def test_the_command_weighs_and_refuses_in_the_same_way():
         weights(objective=own, reward_weights=(1.0, 0.1))
     with pytest.raises(ValueError, match=r"--policy\.scalar\.method weighted_sum"):
         weights(policy=replace(policy, scalar=ScalarOptions(method="tchebycheff", ideal=(1.0, 1.0))))
+
+
+MAXRL = rl_fn.recipes.maxrl()
+
+
+def of_one_prompt(rewards):
+    """A completion of each reward, of one prompt."""
+
+    def reward(completion, row):
+        return rewards[int(completion)]
+
+    drawn = [
+        replace(
+            single_turn([5], [6], logprobs=[-0.5], messages=({"role": "assistant", "content": str(number)},)),
+            row={"prompt": "x", "_where": "rows.jsonl, row 7"},
+        )
+        for number in range(len(rewards))
+    ]
+    sampling = rl_bridge.SamplingParams(n=len(rewards), max_new_tokens=4)
+    return rl_bridge.Groups(trajectories=drawn, sampling=sampling, pad_token=0).score(reward)
+
+
+@pytest.mark.parametrize("rewards", [(1.0, -1.0, -1.0, -1.0), (0.0, -1.0, 2.0), (-1e-3, 1.0)], ids=str)
+def test_maxrl_refuses_negative_rewards_with_their_row(rewards):
+    """(1, −1, −1, −1) has the advantages (−3, 1, 1, 1): what failed would be learned."""
+    lowest = next(reward for reward in rewards if reward < 0)
+    with pytest.raises(ValueError, match=rf"maxrl .*rows\.jsonl, row 7 has the reward {lowest:g} .*recipes\.rloo"):
+        advantages_of(of_one_prompt(rewards), MAXRL)
+    assert advantages_of(of_one_prompt(rewards), rl_fn.recipes.rloo()).any(), "another objective takes them"
+
+
+def test_maxrl_takes_rewards_that_are_not_negative():
+    found = advantages_of(of_one_prompt((1.0, 0.0, 0.0, 0.0)), MAXRL)
+    torch.testing.assert_close(found, torch.tensor([3.0, -1.0, -1.0, -1.0]))
+
+
+def test_maxrl_refuses_an_overlong_penalty_in_the_loop_and_in_the_command():
+    message = r"maxrl divides by the mean reward .*overlong_buffer \(--policy\.overlong-buffer\)"
+    with pytest.raises(ValueError, match=message):
+        advantages_of(groups_of(buffer=2), MAXRL)
+    start = replace(quickstart(), objective=objective_options("maxrl"))
+    assert start.objective_and_control()[0].name == "maxrl"
+    with pytest.raises(ValueError, match=message):
+        replace(start, policy=replace(start.policy, overlong_buffer=1)).objective_and_control()

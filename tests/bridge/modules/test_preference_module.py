@@ -211,6 +211,26 @@ def test_a_mean_over_nothing_is_not_recorded(module, desirable):
     assert f"held_out_{absent}" not in measured and {"held_out_loss", f"held_out_{present}"} <= measured.keys()
 
 
+@pytest.mark.parametrize("average", [True, False, None])
+def test_kl_and_log_ratios_of_kto_have_one_unit(module, average):
+    """Where each token's log-ratio is 0.2, so is z per token, however long the completions: all labels weigh 1/2."""
+    loss = ComparisonLoss(name="kto", constants={"beta": 0.1}, average=average)
+    batch, ratio = random_comparisons(ROWS, SIDES["pairs"]), 0.2
+    engine = Direct(module)
+    module.loss, module.scoring = loss, ONE_PASS
+    scores = engine.completion_logprobs(batch).detach()
+    batch = batch._replace(ref_logprobs=scores - ratio * batch.counted())
+    expected = ratio * (1.0 if average else float(batch.counted()[:, 1].mean(dtype=torch.float32)))
+    numbers = BatchStatistics(loss).of(engine, batch)
+    assert numbers["kl"] == pytest.approx(expected, rel=1e-3)
+    measured = evaluate_preference(engine, loss, batch)
+    learned = batch.side(0)
+    per_row = ratio * (torch.ones(ROWS) if average else learned.counted()[:, 0].float())
+    sign = torch.where(batch.desirable, 1.0, -1.0)
+    losses = 1.0 - torch.sigmoid(sign * 0.1 * (per_row - expected))
+    assert measured["held_out_loss"] == pytest.approx(float(losses.mean()), rel=1e-3)
+
+
 def test_the_moving_shift_stays_where_a_batch_has_one_side_alone():
     statistics = BatchStatistics(CASES["bco"])
     statistics.update({"chosen_reward": 2.0})

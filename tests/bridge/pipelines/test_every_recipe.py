@@ -33,6 +33,11 @@ def even(trajectories):
     return [sum(c in "02468" for c in t.completion) - 0.3 * len(t.completion) for t in trajectories]
 
 
+def none_negative(trajectories):
+    """Even digits, counted: MaxRL refuses negative rewards."""
+    return [float(sum(c in "02468" for c in t.completion)) for t in trajectories]
+
+
 def even_and_short(trajectories):
     return {"even": even(trajectories), "short": [float(len(t.completion) < 3) for t in trajectories]}
 
@@ -81,7 +86,7 @@ QUICK = ("dapo", "ppo", "gdpo", "remax")
     "recipe", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in rl_fn.recipes.__all__]
 )
 def test_every_recipe_trains(recipe, start, tokenizer, tmp_path):
-    rewards = even_and_short if recipe == "gdpo" else even
+    rewards = {"gdpo": even_and_short, "maxrl": none_negative}.get(recipe, even)
     records = run(pipeline_of(recipe, tmp_path, start[1]), start, tokenizer, rewards)
     assert [(record["stage"], record["step"]) for record in records] == [("policy", 0), ("policy", 1)]
     numbers = [value for record in records for value in record.values() if isinstance(value, int | float)]

@@ -40,6 +40,28 @@ def test_values_and_gradients(backend, option, targets):
 
 
 @each_backend
+@pytest.mark.parametrize("targets", [None, 3])
+@pytest.mark.parametrize("allowed", [False, True], ids=["all tokens", "allowed tokens"])
+def test_tokens_of_masked_rows_may_be_no_token_ids(backend, targets, allowed):
+    """Labels of −100 for what is left out: reading the logits there would be a device-side assert on a GPU."""
+    logits, tokens = normal(N, V).float(), ids(N) if targets is None else ids(N, targets)
+    mask = torch.arange(N) % 3 != 1
+    options = {"mask": mask, "allowed_tokens": normal(N, V, seed=9) > -1.0 if allowed else None}
+
+    def results(labels):
+        leaf = logits.clone().requires_grad_()
+        got = logits_logprobs(leaf, labels, **options, backend=backend)
+        got.logprobs.masked_fill(got.logprobs == -INF, 0.0).sum().backward()
+        return (*got, leaf.grad)
+
+    expected = results(tokens)
+    for label in (-100, V, 2**40):
+        rows = mask if targets is None else mask[:, None]
+        for a, b in zip(results(torch.where(rows, tokens, label)), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@each_backend
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_read_as_they_are(backend, dtype):
     logits, tokens = normal(N, V).to(dtype), ids(N)

@@ -13,6 +13,13 @@ def _tokens(d):
     return np.argsort(d.uniform(0, 1, B, V), axis=-1)[:, :K].astype(np.int32)
 
 
+def _padded(d):
+    """Ids of reports of which each second one has only K − 1 entries."""
+    ids = _tokens(d)
+    ids[::2, 1] = -1
+    return ids
+
+
 def _reported(d):
     """The K entries that a teacher would report: log-probabilities that leave something over."""
     logits = d.normal(B, V, scale=2.0)
@@ -40,6 +47,11 @@ for _tail in ("bucket", "renormalise", "drop"):
             mask=3,
             masked=(0, 1),
         )
+    case(
+        f"top_k_distillation[{_tail} padded]",
+        lambda d, tail=_tail: ((d.normal(B, V), _reported(d), _padded(d)), {"tail": tail, "beta": 0.3}),
+        differentiable=(0,),
+    )
 for _kwargs, _variant in (({}, ""), ({"clip": 0.5}, "[clipped]")):
     case(
         f"distillation_advantages{_variant}",

@@ -171,6 +171,7 @@ SAYS: dict[str, dict[str, Any]] = {
     "HighEntropyMask": {"over_batch": True, "required_fields": ("entropies",)},
     "ReMaxAdvantage": {"required_fields": ("rewards", "greedy_rewards")},
     "ReinforcePPAdvantage": {"token_rewards": True},
+    "MaxRLAdvantage": {"takes_penalty": False, "nonnegative_rewards": True},
     "GDPOAdvantage": {"rewards_shape": "*batch R G", "takes_penalty": False},
     "GiGPOAdvantage": {
         "required_fields": ("rewards", "state_ids"),
@@ -194,7 +195,7 @@ OF_ADVANTAGES = {
     "required_fields": ("rewards",),
     "rewards_shape": "*batch G",
     "takes_penalty": True,
-    **dict.fromkeys(("per_token", "critic", "token_rewards", "accepts_packed"), False),
+    **dict.fromkeys(("per_token", "critic", "token_rewards", "nonnegative_rewards", "accepts_packed"), False),
 }
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rl_fn.objectives.batch import Batch
 from rl_fn.objectives.components import Aggregation, EntropyBonus, RawReward, Reinforce
 from rl_fn.objectives.dialects.dialect_losses import (
     Gated,
@@ -313,3 +314,16 @@ def test_terms_that_are_averaged_apart(apart):
     # Nothing to average is 0, and the metric of the KL carries no gradient.
     assert objective(BATCH._replace(mask=jnp.zeros(MASK.shape, bool)))[0] == 0.0
     assert not jax.grad(lambda x: objective(BATCH._replace(logprobs=x))[1]["kl"])(BATCH.logprobs).any()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "sequence-token"])
+def test_a_ratio_of_an_excluded_token_has_finite_loss_and_gradient(level):
+    old, advantages = jnp.full((1, 3), -1.0), jnp.ones((1, 3))
+    for limit in (np.inf, 20.0):
+        loss = RatioClip(0.2, 0.2, level=level, limit=limit)
+
+        def total(new, loss=loss):
+            return loss(Batch(new, old, advantages, jnp.ones((1, 3), bool))).sum()
+
+        value, slope = jax.value_and_grad(total)(jnp.array([[-1.0, -jnp.inf, -0.9]]))
+        assert jnp.isfinite(value) and jnp.isfinite(slope).all() and slope[0, 1] == 0.0

@@ -1,5 +1,6 @@
 """Primitives that compute: element-wise, reductions, cumulative operations, sorting and contraction."""
 
+import math
 import string
 from typing import Any
 
@@ -166,11 +167,24 @@ def _convert(b: Builder, eqn: Any, x: Value) -> Value:
     if dtype == x.dtype:
         return x
     if x.literal is not None:
-        return literal(np.asarray(x.literal, x.dtype).astype(dtype), x.shape, dtype)
+        value = np.asarray(x.literal, x.dtype)
+        to_integer = is_float(x.dtype) and dtype.kind in "iu"
+        return literal(_saturated(float(value), dtype) if to_integer else value.astype(dtype), x.shape, dtype)
     if x.is_number and dtype.kind in "if":
         convert = "float" if dtype.kind == "f" else "int"
         return Value(f"torch.sym_{convert}({x.code})", x.shape, dtype, (), is_number=True)
+    if is_float(x.dtype) and dtype.kind in "iu":
+        call = f"rt.to_integer({b.scalar(x)}, {torch_dtype(dtype)}, {np.iinfo(dtype).min}, {np.iinfo(dtype).max})"
+        return Value(b.emit(call)[0], x.shape, dtype, x.held)
     return Value(b.emit(f"{b.scalar(x)}.to({torch_dtype(dtype)})")[0], x.shape, dtype, x.held)
+
+
+def _saturated(value: float, dtype: np.dtype) -> int:
+    """The integer of a number as XLA converts it: the nearest that the dtype has, and 0 for NaN."""
+    limits = np.iinfo(dtype)
+    if math.isnan(value) or math.isinf(value):
+        return 0 if math.isnan(value) else int(limits.max if value > 0 else limits.min)
+    return min(max(int(value), int(limits.min)), int(limits.max))
 
 
 @rule("reduce_precision")
