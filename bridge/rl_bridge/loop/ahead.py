@@ -88,8 +88,7 @@ class Ahead:
         policy.watch(rollout)
         self._rollout = rollout
         rollout.ahead = self
-        self.rows, self._prompts, self._steps = rows, prompts, steps
-        self._sampling = sampling
+        self.rows, self._prompts, self._steps, self._sampling = rows, prompts, steps, sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
         self._of_groups["tokenizer"] = rollout.model.tokenizer
         self._options = AsynchronousOptions(

@@ -288,7 +288,7 @@ def test_usr_20_the_limits_of_an_address_stand_behind_it_and_are_not_sent():
     model = made._rewards[0].function
     limits = Server(url="http://127.0.0.1:9/score?k=1", timeout=0.5, retries=2, concurrency=3, wait=0.0)
     assert model == RemoteRewardModel(server=limits, batch=4)
-    assert made.fingerprint == load("http://127.0.0.1:9/score").fingerprint
+    assert made.fingerprint == load("http://127.0.0.1:9/score?k=1").fingerprint
     for words, wrong in (("timeout=x", "timeout=x"), ("tries=1", "tries=1"), ("batch=0", "batch must be at least 1")):
         with pytest.raises(ValueError, match=wrong):
             load(f"http://127.0.0.1:9/#{words}")

@@ -463,7 +463,7 @@ def test_the_policy_s_last_words_are_the_completion_whatever_the_environment_say
     conversation = single_turn([2], [3], messages=messages + BEHIND[behind], turns=turns, row=row)
 
     def of_verl(data_source, solution_str, ground_truth, extra_info):
-        return float(solution_str == ground_truth)
+        return float(solution_str.split("\n")[-1] == ground_truth)  # the whole response of several turns
 
     def of_trl(completions, answer):
         return [float(c[-1]["content"] == a) for c, a in zip(completions, answer, strict=True)]
