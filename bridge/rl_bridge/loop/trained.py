@@ -68,11 +68,10 @@ class Policy(Scored):
     rollout its own workers, so that both can work at the same time; with ``turns=turns`` of one ``Turns()`` for all
     objects, what does not work waits in host memory. ``lora`` trains adapters, drawn from ``seed``, in
     place of the whole model; ``freeze`` are patterns of the names of parameters that are not trained. ``control`` sets
-    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``; steps
-    in which the policy makes no update count for none. Where
-    ``score`` has measured it, the first update is told whose tokens count as less than ``least_effective_share`` of
-    these, as a sample of the policy. What could not be exported, in ``export_dtype``, is refused at once, unless that
-    was ``rehearsed`` before.
+    coefficients of the objective from step to step, by what an update measured: ``{"kl": rl_fn.linear_kl(…)}``. Steps
+    in which the policy makes no update move no coefficient. Where ``score`` has measured it, the first update is told
+    whose tokens count as less than ``least_effective_share`` of these, as a sample of the policy. What
+    could not be exported, in ``export_dtype``, is refused at once, unless that was ``rehearsed`` before.
 
     >>> model, rows = load_model("org/Small-1B"), load_rows("problems.jsonl")  # doctest: +SKIP
     >>> objective = rl_fn.recipes.grpo()  # doctest: +SKIP
