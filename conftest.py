@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -22,8 +23,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not any(os.path.exists(device) for device in ("/dev/nvidiactl", "/dev/kfd")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Compiling is most of the suite's time: what one worker or test has compiled, the others read from disk. The process
-# that makes the folder, pytest-xdist's controller, takes it away; its workers find the names in their environment.
+# Compiling is most of the suite's time: what one worker, test or run has compiled, the others read from disk. The gate
+# says where. Where it names no folder, the process that makes one, pytest-xdist's controller, takes it away.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ |= runpy.run_path(str(Path(__file__).parent / ".ci" / "gate.py"))["compiled_programs"]()
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="rl-fn-xla-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
