@@ -182,7 +182,7 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         """How held-out rows are measured, beside the fingerprints."""
         sampling = replace(self.policy.sampling, n=1, seed=self.seed)
         own = {"sampling": sampling, "scalar": self.policy.scalar, "weights": self.reward_weights}
-        return own | {"turns": (self.max_turns, self.max_trajectory_tokens), "exact": self.rollout.exact}
+        return own | {"turns": (self.max_turns, self.max_trajectory_tokens), "engine": self.rollout.draws()}
 
     @property
     def completions(self) -> int:

@@ -181,6 +181,11 @@ def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *
     """
     require_unpenalised(objective, penalised=penalised)
     advantage: Any = objective.advantage
+    if weights is None and advantage.nonnegative_rewards:
+        raise ValueError(
+            f"{objective.name} divides by the mean reward of a group, and tchebycheff makes rewards ≤ 0: take "
+            "weighted_sum, --policy.scalar.method weighted_sum"
+        )
     if advantage.rewards_shape != SEVERAL:
         return objective
     if weights is None:

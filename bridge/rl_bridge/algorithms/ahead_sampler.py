@@ -208,7 +208,8 @@ class AheadSampler:
         untrained = range(numbers[0], state["ledger"]["opened"]) if numbers else ()
         prompts = {number: self._prompt(number)[0] for number in untrained}
         ledger = loaded(state["ledger"], prompts.__getitem__)
-        if state.get("rows", digest := _digest(ledger)) != digest:  # a checkpoint of an earlier version has none
+        # Earlier versions have the mark under another name, or none.
+        if state.get("rows", state.get("prompts", digest := _digest(ledger))) != digest:
             return ["their rows, or the tokens of their prompts, are others"]
         self._ledger, self._weights = ledger, dict(state["weights"])
         if "rewards" in state:  # a checkpoint of an earlier version has none

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -78,6 +79,16 @@ def scrubbed_text(text: str, values: Iterable[str] = ()) -> str:
         parts.append(text[place : named.end()] + (HIDDEN if value else ""))
         place = value.end() if value else named.end()
     return "".join([*parts, text[place:]])
+
+
+def scrubbed_path(address: str) -> str:
+    """Path and query of an address: what a gateway chooses by. The host may move, and a key may be renewed.
+
+    >>> scrubbed_path("http://10.0.0.1:8000/chess?level=2&token=1234") == scrubbed_path("https://gw/chess?level=2&token=5")
+    True
+    """
+    parts = urllib.parse.urlsplit(address)
+    return scrubbed_text(f"{parts.path or '/'}?{parts.query}")
 
 
 def scrubbed(value: Any, name: str = "", values: Sequence[str] | None = None) -> Any:

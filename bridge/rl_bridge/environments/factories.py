@@ -15,6 +15,7 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.common.scrubbing import scrubbed_path
 from rl_bridge.common.user_files import load_file, required_arguments
 from rl_bridge.common.user_marks import content_of, mark_of, sources_of
 from rl_bridge.data.trajectory import Message
@@ -239,7 +240,9 @@ def fingerprint_of(factory: EnvironmentFactory) -> str:
     """Changes where an environment's file or its imports do, or a tool; not with the place of a file or a server."""
     if isinstance(factory, FileFactory):
         return f"{factory.name}:{factory.content}"
-    return mark_of(replace(factory, url="", timeout=0.0) if isinstance(factory, OpenEnv) else factory)
+    if isinstance(factory, OpenEnv):
+        return mark_of(replace(factory, url=scrubbed_path(factory.url), timeout=0.0))
+    return mark_of(factory)
 
 
 _lock, _made = threading.Lock(), functools.lru_cache(maxsize=64)(FileFactory)

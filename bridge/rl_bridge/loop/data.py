@@ -39,7 +39,7 @@ from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
 from rl_bridge.run.options import require_default
-from rl_bridge.run.provenance import of_folder, of_rows
+from rl_bridge.run.provenance import UNDIVIDED, of_folder, of_rows
 from rl_bridge.run.run import Stateful
 
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
@@ -329,7 +329,7 @@ class Rows:
         self.rows: Sequence[Any] = rows
         self._seed, self._collate = seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
-        self._reader = dict(reader or {})
+        self._others = dict(reader or {})
         self.count = len(rows)
         self.census = SourceCensus(read=self.count, trained=self.count) if census is None else census
 
@@ -384,7 +384,7 @@ class Rows:
         census = replace(self.census, **counts, left_out=dict(self.census.left_out))
         census.leave_out("their prompts are those of held-out rows", len(self.rows) - len(train) - len(held_out))
         rows = Rows(train, seed=self._seed, census=census)
-        rows._reader = self._reader
+        rows._others = {UNDIVIDED: self._fingerprint, **self._others}
         return rows, held_out
 
     def exchange(self, rows: Sequence[Any]) -> None:
@@ -407,8 +407,8 @@ class Rows:
         return {}
 
     def fingerprints(self) -> dict[str, str]:
-        """Hash of the rows, and of the file of a reader of your own."""
-        return {"data": self._fingerprint, **self._reader}
+        """Hash of the rows, of the file of a reader of your own, and of the rows that ``hold_out`` divided."""
+        return {"data": self._fingerprint, **self._others}
 
 
 def load_rows(

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import Complete, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.common.scrubbing import scrubbed_path, scrubbed_text
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
 from rl_bridge.data.messages import Chat, arguments_of
@@ -87,6 +88,12 @@ class RolloutOptions:
             return self.precision == "fp32"
         precisions = {self.vllm.precision, *self.vllm.rank_precisions}
         return precisions == {"fp32"} and self.vllm.activations == "float32"
+
+    def draws(self) -> dict[str, Any]:
+        """All that decides what the engine draws from the same weights and seeds, beyond the order of sums."""
+        of_vllm = (self.vllm.precision, self.vllm.rank_precisions, self.vllm.activations)
+        rounded = self.precision if self.backend == "in_process" else of_vllm
+        return {"precision": None if self.exact else rounded, "longest": self.vllm.max_model_len}
 
     def require_own(self, name: str) -> None:
         """Refuse what needs to know the layers of a model, for the class ``name`` of the user's own.
@@ -233,8 +240,11 @@ class EnvironmentOptions(RewardOptions):
         """Whether the run of this folder had the same environment, in processes or in threads as now."""
         try:
             before = read_provenance(folder)[-1]["fingerprints"]
-            processes = json.loads((folder / "config.json").read_text("utf-8"))["environment_processes"]
-            same = self.environment_fingerprint().items() <= before.items()
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+            processes, moved = config["environment_processes"], False
+            if "://" in str(self.environment):  # a server at another address may not answer there
+                moved = config["environment"] != scrubbed_text(str(self.environment))
+            same = self.environment_fingerprint().items() <= before.items() and not moved
         except (OSError, ValueError, LookupError, TypeError, AttributeError):  # an older run's, or damaged
             return False
         return same and bool(processes) == bool(self.environment_processes)
@@ -278,13 +288,13 @@ class EnvironmentOptions(RewardOptions):
         return converse
 
     def environment_fingerprint(self) -> dict[str, str]:
-        """The fingerprint of the environment's file and its imports, which a resumed run compares."""
+        """The fingerprint of the environment's file and its imports, or of a server's path, which a resume compares."""
         if self.environment is None:
             return {}
         file, _, name = self.environment.rpartition(":")
         path = Path(file)
-        content = content_of(path) if path.is_file() else self.environment
-        return {"environment": hashlib.sha256(f"{name} {content}".encode()).hexdigest()[:16]}
+        mark = f"{name} {content_of(path)}" if path.is_file() else scrubbed_path(self.environment)
+        return {"environment": hashlib.sha256(mark.encode()).hexdigest()[:16]}
 
 
 def talking(

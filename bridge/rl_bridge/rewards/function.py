@@ -179,8 +179,8 @@ def _trl(function: Reward, trajectories: Sequence[Trajectory]) -> Arguments:
 def _response(trajectory: Trajectory) -> list[dict[str, Any]]:
     """The messages from the policy's first turn to its last, with all that was said between: those of its tokens."""
     last = trajectory.last_turn
-    if last is None:
-        return [] if _is_conversation(trajectory) else [{"role": "assistant", "content": ""}]
+    if last is None:  # rewards index the first message and the last one
+        return [{"role": "assistant", "content": ""}]
     if not _is_conversation(trajectory):  # the assistant's messages before are the prompt's
         return [{"role": "assistant", "content": trajectory.completion}]
     places = (

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import urllib.parse
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rl_bridge.common.scrubbing import scrubbed_text
+from rl_bridge.common.scrubbing import scrubbed_path
 from rl_bridge.common.terminal import tell
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.rows import is_comparable, text_of
@@ -300,8 +299,6 @@ def _fingerprint(source: Source) -> str:
     if kind == "judge":
         return f"judge {hashlib.sha256(Path(rest).read_bytes()).hexdigest()}"
     if kind in ("http", "https"):
-        # A gateway names the model in the path or in the query; the host may move, and a key may be renewed.
-        address = urllib.parse.urlsplit(source)
-        return scrubbed_text(f"{kind} {address.path or '/'}?{address.query}")
+        return f"{kind} {scrubbed_path(source)}"
     path, _, name = source.rpartition(":")
     return f"{name} {content_of(Path(path))}" if path else name

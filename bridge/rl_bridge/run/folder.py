@@ -185,24 +185,25 @@ def _forget_evaluations(state: dict[str, Any], fingerprints: Mapping[str, str]) 
     """Drop from a checkpoint's ``state`` what another evaluation measured; returns lines that say so.
 
     The weights of the beginning are gone, so that nothing measures them anew. Without a fingerprint of the evaluation,
-    as in a loop of one's own, nothing is dropped.
+    as in a loop of one's own, nothing is dropped; a checkpoint of an earlier version may lack the one that a run has.
     """
     before, lines = state["fingerprints"], []
-    if before.get(HELD_OUT) != fingerprints.get(HELD_OUT):
+    if HELD_OUT in before and before[HELD_OUT] != fingerprints.get(HELD_OUT):
         lines.append(
             "the held-out rows are other ones: rows that the steps before trained on may be among them, which makes "
             "held-out numbers too good; --eval-data FILE names rows that were never trained on"
         )
     if before.get(EVALUATION) == fingerprints.get(EVALUATION):
         return lines
+    otherwise = "measured otherwise" if EVALUATION in before else "measured by an earlier version, perhaps otherwise"
     cached, best = state.get("cached_results", {}), Best(state.get("best"))
     if cached.get(BEFORE) is not None:
         cached[BEFORE] = None
-        lines.append("held-out numbers are measured otherwise than before: there is no gain over the run's beginning")
+        lines.append(f"held-out numbers of before were {otherwise}: there is no gain over the run's beginning")
     if best.pinned():
-        best.lose("the best step so far was measured otherwise")
+        best.lose(f"the best step so far was {otherwise}")
         state["best"] = best.state()
-        lines.append("the best step so far was measured otherwise: the best of the steps that follow takes its place")
+        lines.append(f"the best step so far was {otherwise}: the best of the steps that follow takes its place")
     return lines
 
 

@@ -152,7 +152,9 @@ class Run:
         )
         self._resumed = self._opened.state
         state = self._resumed or {}
-        self._finished: list[str] = state.get("finished", [])
+        ended = state.get("finished", {})
+        self._finished: dict[str, int | None] = ended if isinstance(ended, dict) else dict.fromkeys(ended)
+        """Stages that have ended, and the steps of each; None in a checkpoint of an earlier version."""
         self._cached: dict[str, Any] = state.get("cached_results", {})
         self._first_update: int | None = state.get("first_update")
         self._skips = Skips(folder / "skipped", stop_after_skips, state.get("skips"))
@@ -164,11 +166,11 @@ class Run:
         self._signals = StopRequest()
         self._bar: Bar | None = None
         self._stage, self._updated = "", None
-        self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful], int | None] | None = None
-        """Stage, steps, state and version of a step that the loop left behind its record, before its checkpoint."""
-        self._step_started, self._logged = 0.0, None
+        self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful], dict[str, int]] | None = None
+        """Stage, steps, state and versions of a step that the loop left behind its record, before its checkpoint."""
+        self._step_started = 0.0
         self.done = 0
-        """Steps of this stage behind which the loop has come."""
+        """Steps of this stage that are done: recorded, or behind the loop."""
         if lost := self._lose_best():
             self.note(f"{lost}: the best of the steps that follow takes its place")
 
@@ -210,24 +212,30 @@ class Run:
 
         A checkpoint holds the ``state`` of everything named. A stage that ended before the resumed checkpoint yields
         nothing; the checkpoint's own stage takes its state back and goes on with the next step, unless that is of a
-        best step behind which the loop was left: the stage ended there, as it did before.
+        best step behind which the loop was left: the stage ended there, and only ``resume_anyway`` goes on with it.
 
         Raises:
             ValueError: the engines' hosts do not share the run's folder.
         """
-        self.done = total
         if stage in self._finished:
+            ended = self._finished[stage]
+            self.done = total if ended is None else ended
             return
         self._save_best()
-        self.done = 0
         if self._stage not in ("", stage, *self._finished):
-            self._finished = [*self._finished, self._stage]  # the loop left that stage before its last step
+            self._finished = {**self._finished, self._stage: self.done}  # the loop left that stage before its last step
+        self.done = 0
         self._stage, self._updated = stage, _updated(state)
         self._checkpointer.require_shared(_split(state)[0])
         if self._resumed is not None and stage == self._resumed["stage"]:
             self.done = self._resumed["step_of_stage"]
             self._restore(state)
-            total = self.done if self._resumed.get("left") else total
+            if self._resumed.get("left") and self.done < total and not self._anyway:
+                tell(
+                    f"{stage} ended behind step {self.done - 1}, its best so far, where the loop left it: its steps go "
+                    "on with --resume-anyway (resume_anyway=True)"
+                )
+                total = self.done
         else:
             self._first_update = self._version()
         self._bar = Bar(stage, self.done, total)
@@ -237,7 +245,11 @@ class Run:
                 yield step
             except GeneratorExit:
                 if self._recorder.logged > before:
-                    self._unsaved = stage, step + 1, state, self._logged
+                    try:
+                        versions = _versions(state)
+                    except Exception:  # of engines that are gone, which is said where their checkpoint is missed
+                        versions = {}
+                    self._unsaved = stage, step + 1, state, versions
                 raise
             self._bar.update()
             self.done = done = step + 1
@@ -253,7 +265,7 @@ class Run:
                 raise Stopped(f"stopped after step {done} of {total} of {stage}", self.folder.name, stop)
         self._bar.close()
         # A checkpoint of the next stage remembers that this one has ended.
-        self._finished = [*self._finished, stage]
+        self._finished = {**self._finished, stage: self.done}
 
     def log(self, step: int, metrics: Mapping[str, float], *, tokens: int | None = None, batch: Any = None) -> None:
         """Record one step: a line of metrics.jsonl, TensorBoard events, the progress bar.
@@ -269,7 +281,7 @@ class Run:
             record["trained_tokens"] = tokens
         if models := whose(record):
             self._skips.add(self._recorder.logged, models, batch, {"stage": self._stage, "step": step})
-        version = self._logged = self._version()
+        version, self.done = self._version(), step + 1
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
         record = {"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record}
@@ -313,14 +325,14 @@ class Run:
         unsaved, self._unsaved = self._unsaved, None
         if unsaved is None or not self._best.is_new(self._recorder.logged):
             return
-        stage, step, state, version = unsaved
+        stage, step, state, versions = unsaved
         try:
-            why = None if self._version() == version else "the weights have moved since then"
+            why = None if _versions(state) == versions else "the weights have moved since then"
+            if why is None:
+                self._save(stage, step, state, left=True)
         except Exception as error:  # of engines that were released, or died
             why = f"{type(error).__name__}: {error}"
-        if why is None:
-            self._save(stage, step, state, left=True)
-        else:
+        if why is not None:
             where = f"step {step - 1} of {stage}"
             self._best.lose(f"the best checkpoint is lost, the loop left {where} before it was written: {why}")
 
@@ -470,3 +482,9 @@ def _updated(state: Mapping[str, Engine | Stateful]) -> Engine | None:
     """The first engine with an optimiser and a version."""
     methods = {"optimizer_step", "weights_version"}
     return next((engine for engine in _split(state)[0].values() if methods <= engine.methods.keys()), None)
+
+
+def _versions(state: Mapping[str, Engine | Stateful]) -> dict[str, int]:
+    """Versions of all weights of a state, by engine."""
+    engines = _split(state)[0].items()
+    return {name: engine.call("weights_version") for name, engine in engines if "weights_version" in engine.methods}

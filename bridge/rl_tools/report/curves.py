@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rl_bridge.common.statistics import LEAST, over_seeds, student
+from rl_bridge.run.provenance import EVALUATION, HELD_OUT, UNDIVIDED
 from rl_tools.report.run_files import (
     CLOCKS,
     Column,
@@ -31,9 +32,9 @@ OWN = (
     "system_every",
 )  # fmt: skip
 """Options in which runs of one group may differ."""
-SPLIT = "data"
-"""The fingerprint in which runs of one group may differ: the seed chooses the rows that are held out. That of all rows
-before is compared."""
+SPLIT = (HELD_OUT, EVALUATION)
+"""Fingerprints in which runs of one group may differ, as the rows that are trained on: the seed chooses which rows are
+held out, and draws what is measured. All rows before their split are compared, and so are options and rewards."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Group:
     runs: list[int]
     options: dict[str, str]
     counted: list[int]
-    """The first run of each seed: one that is repeated tells nothing of other seeds."""
+    """One run of each seed: one that is repeated tells nothing of other seeds."""
 
 
 def options_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -71,7 +72,7 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
     options = [options_of(run.config) for run in runs]
     keys = [
         {name: value for name, value in of_run.items() if name not in OWN}
-        | {f"content of the {name}": value for name, value in run.fingerprints.items() if name != SPLIT}
+        | {f"content of the {name}": mark for name, mark in _inputs(run.fingerprints).items()}
         for of_run, run in zip(options, runs, strict=True)
     ]
     members: list[list[int]] = []
@@ -83,15 +84,27 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
             same.append(place)
     differing = differences([keys[group[0]] for group in members])
     return [
-        Group(_label(runs, keys, group, differing), group, options[group[0]], _first_of_seeds(runs, group))
+        Group(_label(runs, keys, group, differing), group, options[group[0]], _one_of_seeds(runs, group))
         for group in members
     ]
 
 
-def _first_of_seeds(runs: Sequence[RunFiles], group: Sequence[int]) -> list[int]:
-    """The first run of each seed; those without a seed, all of them."""
+def _inputs(fingerprints: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprints that runs of one group have in common."""
+    return {
+        name: mark
+        for name, mark in fingerprints.items()
+        if name not in SPLIT and (name != "data" or UNDIVIDED not in fingerprints)
+    }
+
+
+def _one_of_seeds(runs: Sequence[RunFiles], group: Sequence[int]) -> list[int]:
+    """The first run of each seed that came to its end, else the first one; those without a seed, all of them."""
     seeds = [runs[place].seed for place in group]
-    return [place for n, place in enumerate(group) if seeds[n] is None or seeds[n] not in seeds[:n]]
+    first: dict[Any, int] = {}
+    for place in [*(place for place in group if runs[place].finished), *group]:
+        first.setdefault(json.dumps(runs[place].seed), place)
+    return [place for place, seed in zip(group, seeds, strict=True) if seed is None or first[json.dumps(seed)] == place]
 
 
 def differences(options: Sequence[Mapping[str, str]]) -> list[str]:
@@ -110,9 +123,9 @@ def _label(
     names = ", ".join(runs[place].name for place in group)
     parts = [f"{name} {keys[group[0]].get(name, '–')}" for name in differing[:3]]
     parts += [f"and {len(differing) - 3} more"] if len(differing) > 3 else []
-    label, counted = f"{names}: {', '.join(parts)}" if parts else names, _first_of_seeds(runs, group)
+    label, counted = f"{names}: {', '.join(parts)}" if parts else names, _one_of_seeds(runs, group)
     again = [f"{runs[place].name} (seed {runs[place].seed})" for place in group if place not in counted]
-    return f"{label}; not counted, as an earlier run has the seed: {', '.join(again)}" if again else label
+    return f"{label}; not counted, as another run has the seed: {', '.join(again)}" if again else label
 
 
 # Panels of curves: one a metric of a stage, with a line a run and a band a group of runs.

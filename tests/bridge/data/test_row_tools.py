@@ -128,7 +128,7 @@ def prompt_tokens(tokenizer, row):
         "rollout": list(trajectory.prompt_tokens),
         "ahead": AheadSampler._prompt(ahead, 0)[0].tokens,
         "environment": talk.tokens,
-        "trial": list(_trials(row, tokenizer)[0].prompt_tokens),
+        "trial": list(_trials(row, tokenizer, conversations=False)[0].prompt_tokens),
     }
 
 
@@ -209,7 +209,7 @@ def test_tools_reach_a_reward_model_a_judge_and_an_endpoint(arguments):
 def test_a_call_of_an_earlier_turn_is_in_the_judge_s_text():
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
-    (trial, *_) = _trials({"prompt": messages, "answer": "2"}, tokenizer_of())
+    (trial, *_) = _trials({"prompt": messages, "answer": "2"}, tokenizer_of(), conversations=False)
     assert prompt_text(trial) == f"user: {USER['content']}\nassistant: {json.dumps([call])}\ntool: 2\n"
 
 

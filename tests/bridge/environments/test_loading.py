@@ -244,6 +244,10 @@ def test_a_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
     """A server and a file may be elsewhere when a run is taken up."""
     here, there = OpenEnv(url="ws://a:1"), OpenEnv(url="http://b:2", timeout=5.0)
     assert fingerprint_of(here) == fingerprint_of(there) != fingerprint_of(replace(here, action=json_action))
+    games = {fingerprint_of(OpenEnv(url=f"http://gw:1{path}")) for path in ("", "/chess", "/go", "/go?level=2")}
+    assert len(games) == 4 and fingerprint_of(OpenEnv(url="https://b/go?token=1")) == fingerprint_of(
+        OpenEnv(url="https://b/go?token=2")
+    )
     marks = []
     for folder, reply in (("x", 1), ("y", 1), ("x", 2)):
         file = tmp_path / folder / "game.py"

@@ -6,6 +6,7 @@ import pytest
 
 import rl_bridge
 from rl_bridge.models.small import TinySource, character_tokenizer
+from rl_bridge.run.provenance import UNDIVIDED
 from rl_tools.report.page import content
 from rl_tools.report.run_files import read_run
 
@@ -48,6 +49,20 @@ def test_rows_that_are_held_out_again_add_up(sizes):
         rows, held_out = rows.hold_out(size)
         assert len(held_out) == size
     assert counts(rows) == (9, rows.count, sum(sizes), 9 - rows.count - sum(sizes))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 2)], ids=str)
+def test_seeds_share_the_fingerprint_of_the_rows_before_they_were_held_out(sizes):
+    """Reports put runs of several seeds together by it, and runs of other rows apart."""
+    every, marks = [{"prompt": f"{number}+1="} for number in range(20)], []
+    for seed, rows in ((0, every), (1, every), (0, [*every, LONG])):
+        train = rl_bridge.Rows(rows, seed=seed)
+        assert UNDIVIDED not in train.fingerprints()
+        for size in sizes:
+            train, _ = train.hold_out(size)
+        marks.append(train.fingerprints())
+    assert marks[0][UNDIVIDED] == marks[1][UNDIVIDED] != marks[2][UNDIVIDED]
+    assert marks[0]["data"] != marks[1]["data"]
 
 
 def test_a_step_of_more_rows_than_a_filter_leaves_is_refused():

@@ -172,3 +172,13 @@ def test_maxrl_refuses_an_overlong_penalty_in_the_loop_and_in_the_command():
     assert start.objective_and_control()[0].name == "maxrl"
     with pytest.raises(ValueError, match=message):
         replace(start, policy=replace(start.policy, overlong_buffer=1)).objective_and_control()
+
+
+def test_maxrl_refuses_tchebycheff_whose_numbers_are_negative_in_the_loop_and_in_the_command():
+    """The command made all models, and then named the number of a completion whose rewards were all right."""
+    one_number, message = ScalarOptions(method="tchebycheff", ideal=(1.0, 1.0)), "maxrl divides.*take weighted_sum"
+    with pytest.raises(ValueError, match=message):
+        advantages_of(groups_of(scalar=one_number), MAXRL)
+    start = replace(quickstart(), objective=objective_options("maxrl"), reward=("exact", "short=exact"))
+    with pytest.raises(ValueError, match=message):
+        replace(start, policy=replace(start.policy, scalar=one_number)).objective_and_control()

@@ -192,6 +192,20 @@ def test_a_changed_environment_is_another_fingerprint(game):
     assert options.environment_fingerprint() != before and EnvironmentOptions().environment_fingerprint() == {}
 
 
+def test_a_server_may_move_and_is_tried_again_there(tmp_path, monkeypatch):
+    """A gateway chooses the environment by path and query."""
+    trials = []
+    monkeypatch.setattr(rollout_options, "try_environment", lambda *_, **options: trials.append(options))
+    at = {url: EnvironmentOptions(environment=url) for url in ("http://a:1/go", "ws://b:2/go", "http://a:1/chess")}
+    here, there, other = (options.environment_fingerprint() for options in at.values())
+    assert here == there != other
+    write_provenance(tmp_path, 1, here)
+    (tmp_path / "config.json").write_text(json.dumps({"environment_processes": 0, "environment": "http://a:1/go"}))
+    for options in at.values():
+        options.tried(object(), ROWS, None, resumed=tmp_path)
+    assert len(trials) == 2
+
+
 LEAST = {"max_turns": 1, "environment_timeout": 5e-324, "environment_processes": 0, "max_trajectory_tokens": 1}
 
 

@@ -219,6 +219,58 @@ def test_a_best_step_that_was_left_is_lost_with_weights_that_moved_or_are_gone(t
         assert names(tmp_path / way / "checkpoints") == ["step-00000001"]
 
 
+@pytest.mark.parametrize("anyway", [False, True])
+def test_a_stage_that_was_left_at_its_best_step_says_so_and_goes_on_anyway(tmp_path, engine, capsys, anyway):
+    """A loop that leaves for want of time would have trained no step more, without a word."""
+    with Run(tmp_path / "run", Options()) as run:
+        run.keep_best("held_out")
+        for step in run.steps("only", 8, state={"policy": engine}):
+            engine.optimizer_step(1.0)
+            run.log(step, {"held_out": float(step)})
+            if step == 2:
+                break
+        assert run.done == 3 and run.load_best({"policy": engine}) == 2.0
+    capsys.readouterr()
+    with Run(tmp_path / "run", Options(), resume=not anyway, resume_anyway=anyway) as run:
+        assert list(run.steps("only", 8, state={"policy": engine})) == (list(range(3, 8)) if anyway else [])
+    words = "only ended behind step 2, its best so far, where the loop left it: its steps go on with --resume-anyway"
+    assert (words in capsys.readouterr().out) is not anyway
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_stage_has_the_same_number_of_steps_when_the_next_one_is_resumed(tmp_path, engine, left):
+    def go(until, **how):
+        with Run(tmp_path / "run", Options(), checkpoint_every=1, **how) as run:
+            for step in run.steps("first", 8, state={"policy": engine}):
+                engine.optimizer_step(1.0)
+                run.log(step, {"reward": 1.0})
+                if left and step == 2:
+                    break
+            done = run.done
+            for step in run.steps("second", until, state={"policy": engine}):
+                engine.optimizer_step(1.0)
+                run.log(step, {"reward": 1.0})
+            return done, run.done
+
+    assert go(2) == ((3 if left else 8), 2)
+    assert go(4, resume=True) == ((3 if left else 8), 4)
+
+
+@pytest.mark.parametrize("way", ["moved", "released"])
+def test_a_best_step_that_was_left_is_of_all_engines(tmp_path, engine, way):
+    """The critic, or a reference that follows, was saved as it was later; a released one ended the run."""
+    critic = TrainEngine(Model).build()
+    with Run(tmp_path / "run", Options()) as run:
+        run.keep_best("held_out")
+        for step in run.steps("only", 8, state={"policy": engine, "critic": critic}):
+            engine.optimizer_step(1.0)
+            run.log(step, {"held_out": float(step)})
+            if step == 1:
+                break
+        critic.optimizer_step(2.0) if way == "moved" else critic.release()
+        assert run.load_best({"policy": engine}) is None and "step 1 of only" in str(run.best_lost)
+
+
 def flip(path):
     file = next(path.glob("*/rank-00000.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")

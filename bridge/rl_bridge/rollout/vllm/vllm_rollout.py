@@ -113,7 +113,8 @@ class VLLMRollout(ProvedRollout):
             if count := self._client.running:
                 raise ValueError(f"{count} requests are in the engine, whose keys and values they need: take them out")
             core: Any = engine.engine_core.engine_core  # type: ignore[attr-defined]
-            while core.scheduler.has_requests():  # requests that have ended leave the scheduler in its next step
+            # Requests that have ended leave the scheduler in its next step, and batches ahead of it their queue.
+            while core.scheduler.has_requests() or core.batch_queue:
                 engine.step()
             core.pause_scheduler("keep", clear_cache=True)  # which waking up ends
             try:

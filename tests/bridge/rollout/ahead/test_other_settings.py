@@ -76,7 +76,9 @@ def run(steps, state=None, *, pace=WHOLE, staleness=STALENESS, change=True, open
     policy.step = steps[0]
     try:
         made = steps_of(sampler, policy, rollout, steps)
+        patience = time.monotonic() + 60
         while not pace.deterministic and sampler._ledger.opened <= opened_to:
+            assert time.monotonic() < patience, f"no prompt was opened behind {sampler._ledger.opened}"
             time.sleep(0.001)  # a free rollout opens prompts when it comes to them
         return made, json.dumps(sampler.checkpoint_state())
     finally:

@@ -3,6 +3,7 @@
 The engine reads at most 64 tokens a step and runs 8 sequences at a time: prompts are read in pieces, and rows wait.
 """
 
+from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -271,10 +272,18 @@ def test_what_the_engine_has_no_room_for_is_refused(rollout):
     rollout.move("kv_cache", torch.device("cpu"))
 
 
-def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, monkeypatch):
-    """vLLM refuses otherwise; a stand-in for what frees the memory of a GPU, with vLLM's own conditions."""
+@pytest.mark.parametrize("ahead", [False, True], ids=["one batch", "batches ahead"])
+def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, monkeypatch, ahead):
+    """vLLM refuses otherwise; a stand-in for what frees the memory of a GPU, with vLLM's own conditions.
+
+    On a GPU batches are scheduled ahead: a queue has the last one when the scheduler has no request left.
+    """
     calls, engine = [], rollout._client.engine
     core = engine.engine_core.engine_core
+    if ahead:
+        monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+        monkeypatch.setattr(core, "batch_queue_size", 2)
+        monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
 
     def release():
         if not (core.is_scheduler_paused() and not core.scheduler.has_requests() and not core.batch_queue):

@@ -4,6 +4,7 @@ import json
 import math
 import random
 
+from rl_bridge.run.provenance import HELD_OUT, UNDIVIDED, with_evaluation
 from rl_tools.tune.journal import Journal
 
 NAUGHTY = '</script><script>document.title="broken"</script><!-- \u202eleft\u2066\u0000\u001b[31m\u2028 & <b>'
@@ -57,7 +58,8 @@ def write_run(folder, *, steps=40, seed=0, shift=0.0, config=None, finished=True
     write_lines(folder / "completions.jsonl", lines)
     row = {"prompt": NAUGHTY, "completion": "42", "answer": "42", "reward": 1.0}
     (folder / "samples.json").write_text(json.dumps({"before": {"greedy": [row]}, "after": {"greedy": [row]}}))
-    inputs = {"data": f"of seed {seed}", "rows before their split": "r1", "reward": "w1"} | (fingerprints or {})
+    inputs = {"data": f"of seed {seed}", UNDIVIDED: "r1", "reward": "w1", HELD_OUT: f"of seed {seed}"}
+    inputs = with_evaluation(inputs, seed=seed) | (fingerprints or {})
     write_lines(folder / "provenance.jsonl", [{"attempt": 1, "time": 1.7e9, "fingerprints": inputs}])
     if finished:
         summary = {"accuracy_before": 0.5, "accuracy_after": 0.9, "objective": "dapo: minimise ℓ\n  ℓ = −min(ρA, x)"}

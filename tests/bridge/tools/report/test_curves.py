@@ -130,6 +130,25 @@ def test_runs_with_other_inputs_are_no_seeds_of_one_group(name, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("data", ["of the seed", "one"])
+def test_data_is_compared_where_all_rows_before_a_split_are_not_recorded(data, tmp_path):
+    """Runs of three files were three seeds, under a band: loops of one's own that hold nothing out, and older runs."""
+    folders = [write_run(tmp_path / f"a{seed}", seed=seed) for seed in range(3)]
+    for seed, folder in enumerate(folders):
+        mark = seed if data == "of the seed" else data
+        write_lines(folder / "provenance.jsonl", [{"attempt": 1, "fingerprints": {"data": f"of {mark}"}}])
+    groups = [group.runs for group in grouped(list(map(read_run, folders)))]
+    assert groups == ([[0], [1], [2]] if data == "of the seed" else [[0, 1, 2]])
+
+
+def test_a_seed_counts_with_the_run_that_came_to_its_end(tmp_path):
+    """The first one died at its third step, and cut the whole band there."""
+    folders = [write_run(tmp_path / "a0", seed=0, steps=3, finished=False), write_run(tmp_path / "again", seed=0)]
+    folders += [write_run(tmp_path / f"a{seed}", seed=seed, finished=False) for seed in (1,)]
+    [group] = grouped(list(map(read_run, folders)))
+    assert group.counted == [1, 2] and "a0 (seed 0)" in group.label
+
+
 def test_a_run_that_recorded_no_inputs_joins_runs_of_one_kind_alone(tmp_path):
     folders = [write_run(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
     (folders[0] / "provenance.jsonl").unlink()
