@@ -85,8 +85,7 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         EnvironmentOptions.__post_init__(self)
         if self.samples_every < 0 or self.samples_kept < 1:
             raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {self.samples_every, self.samples_kept}")
-        scoring = self.scoring()
-        if (scoring.softcap is not None or scoring.dtype != "float32") and not self.policy.recompute_old_logprobs:
+        if not self.scoring().exact and not self.policy.recompute_old_logprobs:
             # The rollout samples in float32 and knows no cap but the model's own.
             raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
         if not self.rollout.exact and not self.policy.recompute_old_logprobs:

@@ -407,14 +407,13 @@ class Policy(Scored):
                 f"completions are sampled at temperature {sampled}, the policy is scored at {scoring.temperature}: no "
                 f"ratio would start at 1. Policy(…, scoring=ScoringConfig(temperature={sampled})) is the same"
             )
-        exact = batch.groups.exact and scoring.softcap is None and scoring.dtype == "float32"
-        if not (exact or batch.rescored):
+        if not (batch.groups.exact and scoring.exact) and not batch.rescored:
             raise ValueError(
                 f"the rollout's log-probabilities are not those of the trainer's weights with {scoring}, and no ratio "
                 "would start at 1: batch = policy.score(batch) gives π_old of the trainer"
             )
         for kind, other in batch.scorings.items():
-            if other != scoring:
+            if not scoring.is_same_distribution(other):
                 raise ValueError(
                     f"the policy is scored with {scoring}, the {kind} with {other}: the KL of a model to its own copy "
                     "would not be 0"

@@ -76,6 +76,27 @@ class ScoringConfig:
         """
         return self == replace(other, **{name: getattr(self, name) for name in _ARRANGEMENT})
 
+    @property
+    def exact(self) -> bool:
+        """Whether tokens have the probabilities that a rollout in float32 drew them with, to rounding."""
+        return self.softcap is None and self.dtype == "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedScoring(ScoringConfig):
+    """How a model scores whose ``ParallelConfig`` rounds its weights: otherwise than one with whole weights."""
+
+    param_dtype: str
+
+    @property
+    def exact(self) -> bool:
+        """Never."""
+        return False
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64)
+
 
 class Scorer(ParallelModule):
     """A transformer over batches of tokens, in micro-batches, over a mesh. What it makes of a token a subclass says.
@@ -123,7 +144,7 @@ class Scorer(ParallelModule):
         if self._mesh is None:
             parallelize(self.model, None, self._parallel, device_type=self.device.type)
         self._source.load(self.model, self.device)
-        exact = self._parallel.param_dtype in (torch.float32, torch.float64)
+        exact = _is_exact(self._parallel.param_dtype)
         self.arrangements = probe(self.model, self._mesh, exact=exact)
         require_effect(self.model, self._mesh, exact=exact)
 
@@ -204,7 +225,8 @@ class Scorer(ParallelModule):
     @returns("same")
     def scoring_config(self) -> ScoringConfig:
         """How this module scores."""
-        return self.scoring
+        dtype = self._parallel.param_dtype
+        return self.scoring if _is_exact(dtype) else RoundedScoring(**vars(self.scoring), param_dtype=str(dtype))
 
     @returns("same")
     def weights_version(self) -> int:

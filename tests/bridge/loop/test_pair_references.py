@@ -3,8 +3,9 @@
 from dataclasses import fields
 
 import pytest
+import torch
 
-from rl_bridge import AdamW, Policy, Reference, ScoringConfig, load_rows, preference_loss
+from rl_bridge import AdamW, ParallelConfig, Policy, Reference, ScoringConfig, load_rows, preference_loss
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES
 
 REFERENCED = [name for name in PREFERENCE_LOSSES if preference_loss(name).needs_reference]
@@ -69,6 +70,17 @@ def test_each_option_that_changes_a_probability_is_compared(model, released, nam
             # Its own reference is one that scores alike: nothing has moved, and every reward is 0.
             assert policy.held_out(batch)["held_out_chosen_reward"] == 0.0
         policy.update(of_other["scored"])
+
+
+def test_a_reference_with_rounded_weights_is_another_one(model, released):
+    loss, rounded = preference_loss("dpo"), {"parallel": ParallelConfig(param_dtype=torch.bfloat16)}
+    plain, policy = released(Policy(model, loss, AdamW(1e-4))), released(Policy(model, loss, AdamW(1e-4), **rounded))
+    of_other = batches(model, loss, released(Reference(model, **rounded)))
+    for batch in of_other.values():
+        with pytest.raises(ValueError, match=REFUSED):
+            plain.update(batch)
+        assert policy.held_out(batch)["held_out_chosen_reward"] == 0.0
+    policy.update(of_other["scored"])
 
 
 def test_where_rows_lie_and_a_loss_without_a_reference_are_no_cause(model, released):

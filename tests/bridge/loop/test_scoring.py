@@ -12,6 +12,7 @@ from rl_bridge import (
     NLL,
     AdamW,
     Model,
+    ParallelConfig,
     Policy,
     Reference,
     Rollout,
@@ -40,10 +41,21 @@ def batch(model):
     return batch_of(Rollout(model)).with_advantages(GRPO)
 
 
-@pytest.mark.parametrize("scoring", [{}, {"dtype": "bfloat16"}, {"softcap": 30.0}], ids=str)
+ROUNDED = ParallelConfig(param_dtype=torch.bfloat16)
+SCORINGS = {
+    "as sampled": {},
+    "bfloat16": {"scoring": ScoringConfig(dtype="bfloat16")},
+    "rounded weights": {"parallel": ROUNDED},
+    "softcap": {"scoring": ScoringConfig(softcap=30.0)},
+    "temperature": {"scoring": ScoringConfig(temperature=0.7)},
+}
+
+
+@pytest.mark.parametrize("scoring", [name for name in SCORINGS if name != "temperature"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_distribution_that_was_not_sampled_from_is_scored_first(model, batch, scoring, exact):
-    policy = Policy(model, GRPO, AdamW(1e-3), scoring=ScoringConfig(**scoring))
+    """Rounded weights passed for exact ones."""
+    policy, scoring = Policy(model, GRPO, AdamW(1e-3), **SCORINGS[scoring]), SCORINGS[scoring]
     batch = replace(batch, groups=replace(batch.groups, exact=exact))
     if scoring or not exact:
         with pytest.raises(ValueError, match=r"no ratio would start at 1: batch = policy\.score\(batch\)"):
@@ -65,13 +77,28 @@ def test_another_temperature_is_refused(model, batch):
         policy.update(batch)
 
 
-@pytest.mark.parametrize("scoring", [{"temperature": 0.7}, {"softcap": 3.0}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("scoring", [name for name in SCORINGS if name != "as sampled"])
 def test_a_reference_that_scores_otherwise_is_refused(model, batch, scoring):
-    policy, other = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**scoring))
+    policy, other = Policy(model, GRPO, AdamW(1e-3)), Reference(model, **SCORINGS[scoring])
     with policy, other, Reference(model) as reference:
         with pytest.raises(ValueError, match="the KL of a model to its own copy would not be 0"):
             policy.update(other.score(batch))
         policy.update(reference.score(batch))
+
+
+@pytest.mark.parametrize("option", [{"micro_batch_tokens": 64}, {"packing": True}, {"share_prefixes": False}], ids=str)
+def test_a_reference_whose_rows_lie_otherwise_is_the_same_one(model, batch, option):
+    policy, reference = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**option))
+    with policy, reference:
+        policy.update(reference.score(batch))
+
+
+def test_a_policy_and_a_reference_with_rounded_weights_agree(model, batch):
+    objective = GRPO.replace(kl=rl_fn.components.KL("k3", 0.1))
+    parts = Policy(model, objective, AdamW(1e-3), parallel=ROUNDED), Reference(model, parallel=ROUNDED)
+    with parts[0] as policy, parts[1] as reference:
+        scored = policy.score(reference.score(batch.with_advantages(objective)))
+        assert policy.update(scored)["kl"] == 0.0
 
 
 def test_a_teacher_has_the_policy_s_temperature_and_vocabulary(model, batch):
