@@ -39,8 +39,9 @@ class LoRASource:
     """A peft model around the model of ``source``: W + scaling · B A, with W frozen and A, B trainable in float32.
 
     scaling is alpha / rank, or alpha / √rank with ``use_rslora``. B starts at zero (of embeddings A), so that the model
-    begins as its base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``. The head of
-    a value model without an adapter is trained itself, since it may begin at zero: such weights travel merged alone.
+    begins as its base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``.
+
+    The head of a value model without an adapter is trained itself, since it may begin at zero: it travels merged alone.
     """
 
     source: ModelSource

@@ -220,8 +220,8 @@ class FreezingSource:
         head = [parameter for name, parameter in named if name.startswith(f"{HEAD}.")]
         if _begins_at_zero(self.source) and not any(parameter.requires_grad for parameter in head):
             raise ValueError(
-                f"freeze patterns {', '.join(map(repr, self.patterns))} hold the head {HEAD!r} at zero, where every value "
-                "begins: nothing would have a gradient; freeze the trunk alone, as model.*"
+                f"freeze patterns {', '.join(map(repr, self.patterns))} hold the head {HEAD!r} at zero, where every "
+                "value begins: nothing would have a gradient; freeze the trunk alone, as model.*"
             )
         return model
 
