@@ -139,8 +139,9 @@ def top_k_distillation(
     gkd's divergence between T and S on the K entries and on what `tail` makes of the others:
     bucket: one more entry with all that is left;  renormalise: both scaled to 1 on the K entries;  drop: left out
 
-    With K = V all three are gkd. "bucket" is a lower bound of it (merging entries never raises a divergence); "drop"
-    may be negative and its gradient does not lower the student's other entries; "renormalise" does not see them.
+    With K = V all three are gkd. "bucket" is a lower bound of it (merging entries never raises a divergence; KL(S‖T)
+    takes a rest that rounding hides, of K float epsilons or less, for as many); "drop" may be negative and its gradient
+    does not lower the student's other entries; "renormalise" does not see them.
 
     Args:
         student_logits: logits of S, `*batch V`.
@@ -192,9 +193,13 @@ def top_k_distillation(
         there = there.reshape(student.shape)
         reported = jnp.concatenate([reported, _log_total(jnp.where(there, -jnp.inf, student))], axis=-1)
         left = 1.0 - jnp.sum(jnp.exp(teacher), axis=-1, keepdims=True)
+        others = ~jnp.all(there, axis=-1, keepdims=True)
         # What rounding of a sum to 1 leaves over is no probability.
-        some = (left > count * float(jnp.finfo(teacher.dtype).eps)) & ~jnp.all(there, axis=-1, keepdims=True)
-        teacher = jnp.concatenate([teacher, jnp.where(some, jnp.log(jnp.where(some, left, 1.0)), -jnp.inf)], axis=-1)
+        rounding = jnp.asarray(count * float(jnp.finfo(teacher.dtype).eps), teacher.dtype)
+        some = (left > rounding) & others
+        # KL(S‖T) divides by it: entries that are there have at most so much, and none is known to be excluded.
+        least = jnp.where(others & (beta == 1), jnp.log(rounding), -jnp.inf)
+        teacher = jnp.concatenate([teacher, jnp.where(some, jnp.log(jnp.where(some, left, 1.0)), least)], axis=-1)
     return keep(_jensen_shannon(teacher, reported, beta), mask)
 
 

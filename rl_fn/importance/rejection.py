@@ -138,7 +138,8 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
 
     The mean is over all tokens passed in (one batch). Tokens equal to the cut are dropped together, so their order
     does not matter. All counted tokens may be dropped, as AReaL does, whatever the sign of their advantage; the
-    paper drops only those that PPO's clip could (d > 0 where A > 0, d < 0 where A < 0).
+    paper drops only those that PPO's clip could (d > 0 where A > 0, d < 0 where A < 0). NaN is no size: it is kept, and
+    seen in the loss.
 
     Args:
         log_ratios: d, per token, `*batch T`.
@@ -163,7 +164,8 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
     (d,) = as_float(log_ratios)
     (threshold,) = numbers(d.dtype, POSITIVE, threshold=threshold)
     counted = as_mask(mask)
-    square = jnp.where(counted, jnp.square(d), jnp.inf)
+    unknown = jnp.isnan(d)
+    square = jnp.where(counted & ~unknown, jnp.square(d), jnp.inf)
     ascending = jnp.sort(square.reshape(-1))
     if ascending.shape[0] == 0:
         return counted
@@ -171,7 +173,7 @@ def second_moment_mask(log_ratios: Tokens, mask: Mask, *, threshold: Number) -> 
     # Means of the smallest k grow with k: those within the threshold come first, the next value is the cut.
     within = jnp.cumsum(ascending) <= threshold * number
     cut = jnp.min(jnp.where(within, jnp.inf, ascending))
-    return counted & (square < cut)
+    return counted & ((square < cut) | unknown)
 
 
 def total_variation_mask(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import rl_fn
+from rl_fn import components
 from tests.rl_fn.laws import DETERMINISTIC, DIFFERENTIABLE, evaluate, split
 from tests.rl_fn.registry import CASES
 
@@ -52,6 +53,26 @@ def test_not_a_number_in_any_array_is_in_the_result_if_another_number_would_chan
             if any(not np.array_equal(a, b, equal_nan=True) for a, b in zip(before, after, strict=True)):
                 leaves = evaluate(key, replaced(arrays, position, at, np.nan))[0]
                 assert any(np.isnan(x.astype(np.float64)).any() for x in leaves), f"argument {position}, seed {seed}"
+
+
+CORRECTIONS = [
+    components.TIS(),
+    components.IcePop(),
+    components.M2POMask(),
+    components.Product((components.TIS(), components.M2POMask())),
+    components.HighEntropyMask(0.0),
+]
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda correction: type(correction).__name__)
+@pytest.mark.parametrize("field", ["logprobs", "old_logprobs"])
+def test_no_correction_drops_what_is_not_a_number_or_everything_for_it(correction, field):
+    """Else the loss is 0, or that of the other tokens, and nothing is skipped."""
+    ones = jnp.ones((2, 3))
+    fields = {"logprobs": -1.1 * ones, "old_logprobs": -1.0 * ones, "rollout_logprobs": -1.0 * ones, "entropies": ones}
+    fields[field] = fields[field].at[0, 1].set(jnp.nan)
+    objective = rl_fn.recipes.dapo().replace(correction=correction)
+    assert jnp.isnan(objective(rl_fn.Batch(advantages=ones, mask=ones > 0, **fields))[0])
 
 
 @pytest.mark.parametrize("name", ["logits_logprobs", "linear_logprobs"])

@@ -117,15 +117,18 @@ def comparison_update(
 def held_out_metrics(
     loss: ComparisonLoss, batch: PairBatch, outputs: torch.Tensor, statistics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Loss and metrics of held-out comparisons, and a 95 % bootstrap interval of the accuracy over them."""
+    """Loss and metrics of held-out comparisons, and a 95 % interval of the accuracy of pairs, over comparisons."""
     outputs = outputs.detach()
     totals = loss.metrics(batch, outputs, loss(batch, outputs, statistics))
     metrics = {f"held_out_{name}": value for name, value in means(totals).items()}
     right, counted = (
         x.double().flatten(1) if x.dim() > 1 else x.double()[:, None] for x in loss.watch(batch, outputs)["accuracy"]
     )
-    accuracies = ((right * counted).sum(1) / counted.sum(1).clamp(min=1.0)).tolist()
-    interval = confidence_interval(accuracies, [0.0] * len(accuracies), resamples=1000)
+    rights, counts = (right * counted).sum(1), counted.sum(1)
+    accuracy = rights.sum() / counts.sum().clamp(min=1.0)
+    # The accuracy is a ratio of sums, which moves with a comparison by what this one is above the ratio (delta method).
+    moves = (accuracy + (rights - accuracy * counts) / counts.mean().clamp(min=1.0 / len(counts))).tolist()
+    interval = confidence_interval(moves, [0.0] * len(moves), resamples=1000)
     return metrics | {"held_out_accuracy_low": interval["low"], "held_out_accuracy_high": interval["high"]}
 
 

@@ -23,6 +23,7 @@ from rl_fn.objectives.components import (
     GAE,
     CustomAdvantage,
     DistillationAdvantage,
+    PassKAdvantage,
     RawReward,
     ReinforcePPAdvantage,
     ReMaxAdvantage,
@@ -326,8 +327,8 @@ def require_objective(objective: Objective, config: PolicyConfig) -> None:
     """Refuse a config that an objective cannot be trained with.
 
     Raises:
-        ValueError: a group of one completion, refilling without dynamic sampling, a warm-up without a critic, a mean
-            over prompts.
+        ValueError: a group of one completion or of one set of them, refilling without dynamic sampling, a warm-up
+            without a critic, a mean over prompts.
     """
     name, rounds = objective.name, config.sampling_rounds
     require_group(objective, config.sampling.n, "--policy.sampling.n")
@@ -339,13 +340,19 @@ def require_objective(objective: Objective, config: PolicyConfig) -> None:
 
 
 def require_group(objective: Objective, n: int, option: str) -> None:
-    """Refuse groups of one completion where completions are compared. ``option``: the name of ``n``.
+    """Refuse groups without two completions, or two sets of them, where these are compared. ``option``: ``n``'s name.
 
     Raises:
-        ValueError: the objective compares the completions of a prompt, and there is one.
+        ValueError: the objective compares the completions of a prompt, and there is one; or sets of k, and k ≥ n.
     """
     if n < 2 and not isinstance(objective.advantage, ALONE):
         raise ValueError(f"{objective.name} compares completions of one prompt: a group needs {option} ≥ 2")
+    if isinstance(objective.advantage, PassKAdvantage) and objective.advantage.k >= n:
+        k = objective.advantage.k
+        raise ValueError(
+            f"{objective.name} compares sets of k={k} completions, and {option}={n} has "
+            f"{'one set' if k == n else 'none'}, without an advantage: take {option} > {k} or a smaller k"
+        )
 
 
 def require_parts(objective: Objective, mesh: Mesh) -> None:

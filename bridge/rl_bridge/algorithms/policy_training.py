@@ -13,6 +13,7 @@ from rl_bridge.engines.train import one_update
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import means
 from rl_fn import Batch, Objective, Ratio, effective_sample_size, mismatch_metrics
+from rl_fn.objectives.components import Product
 
 # How far the rollout's probabilities are from the trainer's own, before and after what corrects for that.
 
@@ -32,9 +33,10 @@ class Mismatch:
         self._least_share, self._alarmed = least_share, False
         self._metrics = from_jax(mismatch_metrics)
         self._sample = from_jax(effective_sample_size)
-        correction: Any = objective.correction
+        parts = _measurable(objective.correction)
         self._weights: Callable[..., Any] | None = None
-        if correction is not None and "rollout_logprobs" in correction.required_fields:
+        if any("rollout_logprobs" in part.required_fields for part in parts):
+            correction = Product(parts)
             self._weights = from_jax(lambda batch: 1.0 * correction(batch))
 
     def metrics(self, parts: Sequence[TokenBatch]) -> dict[str, float]:
@@ -42,7 +44,7 @@ class Mismatch:
 
         ``mismatch/…`` are rl_fn's MismatchMetrics of the ratios as they are. ``corrected/…`` are of the weights that a
         correction makes of them: their mean, the share of tokens with another weight than the ratio, and the effective
-        sample.
+        sample. Parts of a product that read what is not measured here, as entropies, are left out.
         """
         if not parts or not any(bool(part.mask.any()) for part in parts):
             return {}
@@ -77,6 +79,12 @@ class Mismatch:
             f"the rollout samples from another policy than the trainer's: its tokens count as a share of {shares}, and "
             f"least_effective_share is {self._least_share:g}; what follows is in the metric {ALARM}"
         )
+
+
+def _measurable(correction: Any) -> tuple[Any, ...]:
+    """The parts of a correction that read nothing of a batch but its log-probabilities and advantages."""
+    parts = correction.parts if isinstance(correction, Product) else () if correction is None else (correction,)
+    return tuple(part for part in parts if {*part.required_fields} <= {"rollout_logprobs"})
 
 
 def policy_update(

@@ -17,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from rl_bridge.models.lora_targets import ALL_LINEAR, Targets, targets_of
 from rl_bridge.models.model_folder import ADAPTER
-from rl_bridge.models.model_source import ModelSource, made_on
+from rl_bridge.models.model_source import HEAD, ModelSource, made_on
 from rl_bridge.models.stored_tensors import SafetensorsFolder, require_finite
 from rl_bridge.parallel.fsdp import part_of
+from rl_bridge.parallel.heads import is_language_model
 from rl_bridge.weights.manifest import local
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class LoRASource:
 
     scaling is alpha / rank, or alpha / √rank with ``use_rslora``. B starts at zero (of embeddings A), so that the model
     begins as its base. Its weights travel merged, or as an adapter with ``sync_weights(..., adapter=True)``.
+
+    The head of a value model without an adapter is trained itself, since it may begin at zero: it travels merged alone.
     """
 
     source: ModelSource
@@ -81,6 +84,9 @@ class LoRASource:
         adapted = {*tuner.targeted_module_names, *tuner.targeted_parameter_names}
         if adapted != {*targets.modules, *targets.parameters}:
             raise ValueError(f"peft adapted other weights than those asked for: {adapted} for {targets}")
+        head = getattr(base, HEAD, None)
+        if not is_language_model(base) and isinstance(head, torch.nn.Linear):  # with an adapter it is another layer
+            head.requires_grad_(True)
         return model.eval()
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:

@@ -204,7 +204,8 @@ class FreezingSource:
         """The model, its matching parameters without a gradient.
 
         Raises:
-            ValueError: a pattern that matches no parameter, with near names; or nothing is left to train.
+            ValueError: a pattern that matches no parameter, with near names; nothing is left to train; or the head of a
+                value model is left at zero, so that nothing behind it has a gradient.
         """
         model = self.source.empty()
         named = [(name.removeprefix(_WRAPPER), p) for name, p in model.named_parameters(remove_duplicate=False)]
@@ -216,11 +217,24 @@ class FreezingSource:
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError(f"freeze patterns {', '.join(map(repr, self.patterns))} leave no parameter to train")
+        head = [parameter for name, parameter in named if name.startswith(f"{HEAD}.")]
+        if _begins_at_zero(self.source) and not any(parameter.requires_grad for parameter in head):
+            raise ValueError(
+                f"freeze patterns {', '.join(map(repr, self.patterns))} hold the head {HEAD!r} at zero, where every "
+                "value begins: nothing would have a gradient; freeze the trunk alone, as model.*"
+            )
         return model
 
     def load(self, model: PreTrainedModel, device: torch.device | None = None) -> None:
         """Load as ``source`` does."""
         self.source.load(model, device)
+
+
+def _begins_at_zero(source: Any) -> bool:
+    """Whether a model has the head of zeros of ``ValueSource``, with or without adapters around it."""
+    while not isinstance(source, ValueSource) and hasattr(source, "source"):
+        source = source.source
+    return isinstance(source, ValueSource) and source.seed is None
 
 
 def _near(pattern: str, named: Sequence[tuple[str, torch.nn.Parameter]]) -> str:

@@ -300,7 +300,7 @@ def torch_loss(
     The function gets a batch with ``logprobs`` (π, to be differentiated), ``mask`` and what it ``reads``, each [N, T]
     and 0 where ``mask`` is False, and returns the loss of each token, [N, T]. The objective's correction, KL, entropy
     bonus and aggregation follow, as for every other loss. ``reads`` may name old_logprobs, advantages,
-    rollout_logprobs, ref_logprobs, entropies (a number without a gradient), correct and noise.
+    rollout_logprobs, ref_logprobs, entropies (to be differentiated), correct and noise.
 
     ``over_batch``: the loss of a token depends on other completions; it then gets the whole batch at once.
     ``gradient_without_advantage``: there may be a gradient where the advantage is 0; such completions are not computed

@@ -240,6 +240,7 @@ class PolicyModule(CausalLMModule):
             raise ValueError(f"fused_loss takes losses in JAX, {objective.loss.name} is in PyTorch: train without")
         super().__init__(source, optimizer, updates=updates, scoring=scoring, parallel=parallel)
         self.objective, self.fused_loss = objective, fused_loss
+        self._learns_entropy = objective.entropy is not None or "entropies" in objective.loss.required_fields
         if fused_loss:
             require_token_local(objective)
         self._share = from_jax(share_of(objective))
@@ -304,9 +305,7 @@ class PolicyModule(CausalLMModule):
         if self._ranks("tensor") > 1 or self._ranks("sequence") > 1:
             raise ValueError(f"fused_loss needs the whole vocabulary and whole rows on each worker, got {self._mesh}")
         observer = None if marks is None else Seen(batch)
-        loss, metrics = fused_share(
-            self, self._share, batch, numbers, SHARED, self.objective.entropy is not None, seen=observer
-        )
+        loss, metrics = fused_share(self, self._share, batch, numbers, SHARED, self._learns_entropy, seen=observer)
         if observer is not None and marks is not None:
             self._watch.see(batch, *observer.columns(), marks)
         self.backward(loss)
@@ -325,8 +324,8 @@ class PolicyModule(CausalLMModule):
             self._watch.see(batch, logprobs, entropies, marks)
         fields: dict[str, Any] = {name: getattr(batch, name) for name in SHARED}
         fields["logprobs"] = logprobs
-        # Shown as a metric always; differentiated only where the objective has an entropy bonus.
-        fields["entropies"] = entropies if self.objective.entropy is not None else entropies.detach()
+        # Shown as a metric always; differentiated only where something in the objective may have a gradient there.
+        fields["entropies"] = entropies if self._learns_entropy else entropies.detach()
         scalars = {name: torch.tensor(float(value), device=logprobs.device) for name, value in numbers.items()}
         loss, metrics = self._share(Batch(**fields), scalars.pop("denominator"), scalars)
         self.backward(loss)

@@ -1,5 +1,6 @@
 """Weights of peft models: merged while they are sent, never in place, or the adapter's own tensors."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -47,6 +48,7 @@ _WITHOUT_EFFECT = (
     "megatron_core",  # a name that megatron_config puts to use
     "qalora_group_size",  # a size that use_qalora puts to use
 )
+_OF_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.|trainable_tokens_)")
 _PLAIN_STARTS = (True, False, None, "gaussian")
 """Starts of A and B alone. Others, such as "pissa", take their part out of the base model's weights as well."""
 
@@ -167,9 +169,20 @@ class _Delta(torch.nn.Module):
 
 
 def adapter_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The active adapter's tensors under peft's names, which do not have the adapter's own name."""
+    """The active adapter's tensors under peft's names, which do not have the adapter's own name.
+
+    Raises:
+        ValueError: several adapters are active, or a weight that is no adapter's is trained, as a value model's head.
+    """
     reshard(model)
     state = get_peft_model_state_dict(model, adapter_name=_adapter(model), save_embedding_layers=False)
+    sent = {plain_name(name) for name in state}
+    trained = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if beside := [name for name in trained if name not in sent and not _OF_ADAPTER.search(name)]:
+        raise ValueError(
+            f"adapter=True sends the adapter alone, and {', '.join(beside)} is trained besides: sync_weights(…, "
+            "adapter=False) sends all of it, merged"
+        )
     for name, tensor in state.items():
         yield plain_name(name), tensor
 

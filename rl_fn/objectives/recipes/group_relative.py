@@ -183,11 +183,11 @@ def passk(*, k: int = 4, clip_low: Number = 0.2, clip_high: Number = 0.28) -> Ob
     token-mean of −min(ρA, clip(ρ, 1 − ε_low, 1 + ε_high)A),  A = (mean R of the sets of k with the completion − mean
     R)/(std of R)
 
-    Clip-higher and the token-mean are DAPO's, as in the paper; k = 4 is our choice. A group needs at least k
-    completions.
+    Clip-higher and the token-mean are DAPO's, as in the paper; k = 4 is our choice. A group needs more than k
+    completions: k of them are one set, with advantage 0.
 
     Args:
-        k: completions in a set, from 1 to the group's size.
+        k: completions in a set, from 1 to below the group's size.
         clip_low: ε_low.
         clip_high: ε_high.
 

@@ -54,6 +54,31 @@ def test_what_a_correction_leaves_is_measured_too(correction, weights):
     np.testing.assert_allclose(found["corrected/effective_sample_share"], share, rtol=1e-5)
 
 
+TIS, HIGH = components.TIS(cap=1.2), components.HighEntropyMask(0.8)
+ALSO_ENTROPY = components.Custom(lambda batch: batch.entropies, ("rollout_logprobs", "entropies"))
+
+
+@pytest.mark.parametrize(
+    ("correction", "measured"),
+    [
+        (components.Product((TIS, HIGH)), TIS),
+        (
+            components.Product((HIGH, components.Rejection(0.1), TIS)),
+            components.Product((components.Rejection(0.1), TIS)),
+        ),
+        (HIGH, None),
+        (components.Product((HIGH, ALSO_ENTROPY)), None),
+        (ALSO_ENTROPY, None),
+    ],
+    ids=["weight and mask", "three", "mask alone", "none of two", "a function"],
+)
+def test_parts_that_read_what_is_not_there_are_left_out(correction, measured):
+    several = parts(0.5)[0]
+    found = Mismatch(DAPO.replace(correction=correction), least_share=0.0).metrics(several)
+    assert found == Mismatch(DAPO.replace(correction=measured), least_share=0.0).metrics(several)
+    assert any(name.startswith("corrected/") for name in found) == (measured is not None)
+
+
 def test_the_alarm_is_told_once_and_recorded_always():
     mismatch = Mismatch(DAPO, least_share=0.9)
     calm, loud = mismatch.metrics(parts(0.01)[0]), mismatch.metrics(parts(2.0)[0])

@@ -9,7 +9,7 @@ import torch
 import rl_fn
 from rl_bridge.algorithms.completions import completions
 from rl_bridge.algorithms.evaluation import evaluate
-from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.algorithms.policy_setup import PolicyConfig, require_group
 from rl_bridge.data.rows import RowStream
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import Mesh
@@ -179,6 +179,18 @@ COUNTS = {"steps": 1, "prompts_per_step": 1}
 def test_counts_are_checked(options):
     with pytest.raises(ValueError, match=r"(counts must be ≥ 1|critic_warmup must be ≥ 0), got"):
         PolicyConfig(**COUNTS | {"sampling": SAMPLING} | options)
+
+
+@pytest.mark.parametrize(("n", "reason"), [(1, "a group needs n ≥ 2"), (3, "n=3 has none"), (4, "n=4 has one set")])
+def test_groups_of_one_set_of_completions_are_refused(n, reason):
+    """In a group of k all advantages are 0, and a smaller one has no set."""
+    with pytest.raises(ValueError, match=reason):
+        require_group(rl_fn.recipes.passk(k=4), n, "n")
+    require_group(rl_fn.recipes.passk(k=4), 5, "n")
+    lead = rl_fn.recipes.passk(k=4).advantages(
+        rl_fn.Rollouts(torch.eye(5)[:1].numpy(), torch.ones(1, 5, 2).bool().numpy())
+    )
+    assert lead.advantages.any()
 
 
 def test_greedy_groups_are_refused():

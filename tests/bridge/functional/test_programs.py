@@ -1,5 +1,7 @@
 """How many programs from_jax makes: one for all shapes, whatever the function, and what it does where it cannot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +125,20 @@ def test_sizes_that_depend_on_each_other(made):
     assert len(made) <= 2
     with pytest.raises(ValueError, match="got 9 for 11"):
         lowered(torch.ones(11), torch.ones(9))
+
+
+def test_what_is_not_a_number_is_kept_by_a_mask_as_in_jax():
+    drift, mask = np.array([0.1, np.nan, 3.0, -0.1], np.float32), np.array([True, True, True, False])
+    kept = from_jax(rl_fn.second_moment_mask)(torch.tensor(drift), torch.tensor(mask), threshold=0.04)
+    assert kept.tolist() == rl_fn.second_moment_mask(drift, mask, threshold=0.04).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("confidence", [1.0, 22.0])
+def test_a_confident_teacher_s_bucket_is_as_in_jax(confidence):
+    student = np.linspace(-2.0, 2.0, 6, dtype=np.float32)[None]
+    reported = np.asarray(jax.nn.log_softmax(jnp.linspace(0.0, 1.0, 6).at[0].add(confidence)))[None, :3]
+    losses = functools.partial(rl_fn.top_k_distillation, beta=1.0)
+    check(lambda s, t: losses(s, t, np.arange(3)[None]), student, reported)
 
 
 def test_an_error_has_the_sizes_at_hand_in_its_message():

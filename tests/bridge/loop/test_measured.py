@@ -26,8 +26,10 @@ from rl_bridge import (
     preference_loss,
 )
 from rl_bridge.data.census import Census, SourceCensus
-from rl_bridge.engines import Mesh
+from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine
+from rl_bridge.models.model_source import PretrainedValueSource
+from rl_bridge.modules.value import ValueScorer
 from rl_bridge.run.options import RunOptions
 from tests.support.results import metrics
 
@@ -121,6 +123,38 @@ def test_adapters_or_what_is_not_frozen_alone_move(model, name, options):
             assert any("lora" in key for key in moved) and all("lora" in key or "score" in key for key in moved)
         else:
             assert not any(word in key for key in moved for word in ("embed_tokens", "layers"))
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj"), ("q_proj", "score")], ids="-".join)
+def test_a_reward_model_of_adapters_learns_and_is_written_whole(model, targets, tmp_path):
+    """Its head begins at zero: where nothing trained it, nothing behind it would have a gradient."""
+    part, rows = trained(model, "reward model", lora=LoRAOptions(rank=2, target_modules=targets))
+    with part:
+        batch = rows.all()
+        updates = [part.update(batch) for _ in range(4)]
+        assert all(update["grad_norm"] > 0 for update in updates)
+        assert updates[-1]["loss"] < 0.98 * updates[0]["loss"]
+        scores = part.engine.scores(NeedParallel(batch.completions))
+        assert any("lora_B" in key and bool(value.any()) for key, value in weights(part).items())
+        part.save(tmp_path / "judge")
+    again = PretrainedValueSource(str(tmp_path / "judge"))
+    judge = TrainEngine(lambda: ValueScorer(again), name="judge").build()
+    torch.testing.assert_close(judge.scores(NeedParallel(batch.completions)), scores, rtol=1e-5, atol=1e-6)
+    judge.release()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"freeze": ("score.*",)},
+        {"freeze": ("score.*",), "lora": LoRAOptions(rank=2, target_modules=("q_proj",))},
+        {"freeze": ("sco*",), "lora": LoRAOptions(rank=2, target_modules=("q_proj", "score"))},
+    ],
+    ids=["whole", "beside adapters", "with an adapter"],
+)
+def test_a_head_that_stays_at_zero_is_refused(model, options):
+    with pytest.raises(ValueError, match=r"hold the head 'score' at zero.* freeze the trunk alone, as model\.\*"):
+        trained(model, "reward model", **options)
 
 
 class Cycle:

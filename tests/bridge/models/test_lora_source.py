@@ -14,12 +14,13 @@ from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
 from rl_bridge.models.lora import LoRASource
+from rl_bridge.models.model_source import ValueSource
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.modules.scoring import TokenScorer
 from rl_bridge.modules.supervised import SupervisedModule
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.rollout import InProcessRollout
-from rl_bridge.weights import WeightSyncError
+from rl_bridge.weights import WeightSyncError, source_of
 
 TOKENIZER = character_tokenizer("0123456789+=")
 BASE = TinySource.for_tokenizer(TOKENIZER, hidden=16, layers=2, heads=2)
@@ -74,6 +75,15 @@ def test_the_base_is_frozen_and_the_adapters_start_as_peft_s_do():
             assert float(parameter.std()) == pytest.approx(bound / math.sqrt(3), rel=0.25)
     tokens = torch.arange(10)[None]
     assert torch.equal(model(tokens).logits, BASE.whole()(tokens).logits)
+
+
+def test_a_head_of_values_without_an_adapter_is_trained_and_travels_merged_alone():
+    model = loaded(LoRASource(ValueSource(BASE), 2, 4.0, ("q_proj",)))
+    assert [name for name in adapters(model) if ".lora_" not in name] == ["base_model.model.score.weight"]
+    assert "score.weight" in dict(source_of(model).outline(adapter=False))
+    with pytest.raises(ValueError, match=r"score\.weight is trained besides: sync_weights\(…, adapter=False\)"):
+        list(source_of(model).outline(adapter=True))
+    assert all(".lora_" in name for name in adapters(loaded(LoRASource(ValueSource(BASE), 2, 4.0))))
 
 
 def test_the_start_is_a_function_of_the_seed():

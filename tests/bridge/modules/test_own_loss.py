@@ -45,9 +45,9 @@ GRPO = rl_fn.recipes.grpo().replace(loss=components.PPOClip(0.2), kl=components.
 WEIGHTED = GRPO.replace(correction=components.TIS(1.1), entropy=components.EntropyBonus(0.1))
 
 
-def gradient_of(tokenizer, objective, *, micro_batch_tokens=10**6):
+def gradient_of(tokenizer, objective, *, micro_batch_tokens=10**6, **options):
     model = tiny_qwen2(tokenizer, hidden=16, layers=1, heads=2, seed=3)
-    module = ready(PolicyModule, model, OPTIMIZER, objective, updates=1)
+    module = ready(PolicyModule, model, OPTIMIZER, objective, updates=1, **options)
     module.scoring = ScoringConfig(micro_batch_tokens=micro_batch_tokens)
     batch = make_batch()
     metrics = module.train_step(batch, float(objective.denominator(batch.mask.numpy())))
@@ -68,6 +68,43 @@ def test_a_loss_has_the_gradient_and_metrics_of_the_same_loss_in_jax(tokenizer, 
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
     assert own.keys() == metrics.keys() - {"clip_fraction"}
     assert own == pytest.approx({name: metrics[name] for name in own}, rel=1e-5, abs=1e-7)
+
+
+@torch_loss(reads=("advantages", "entropies"))
+def curious(batch):
+    return -batch.advantages * batch.logprobs - 0.5 * batch.entropies
+
+
+def curious_in_jax(batch):
+    return -batch.advantages * batch.logprobs - 0.5 * batch.entropies
+
+
+def reinforce_in_jax(batch):
+    return -batch.advantages * batch.logprobs
+
+
+CURIOUS = components.Custom(curious_in_jax, ("entropies",), over_batch=False)
+
+
+@pytest.mark.parametrize("entropy", [None, components.EntropyBonus(0.0)], ids=["no bonus", "bonus of 0"])
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (curious, {}),
+        (CURIOUS, {}),
+        (CURIOUS, {"fused_loss": True}),
+        (dataclasses.replace(CURIOUS, over_batch=True), {}),
+    ],
+    ids=["torch", "jax", "fused", "over batch"],
+)
+def test_entropies_that_a_loss_reads_have_a_gradient_whether_or_not_there_is_a_bonus(tokenizer, loss, options, entropy):
+    alone = components.Custom(reinforce_in_jax, over_batch=False)
+    base = rl_fn.recipes.dapo()
+    expected, _ = gradient_of(tokenizer, base.replace(loss=alone, entropy=components.EntropyBonus(0.5)))
+    without, _ = gradient_of(tokenizer, base.replace(loss=alone))
+    gradient, _ = gradient_of(tokenizer, base.replace(loss=loss, entropy=entropy), **options)
+    assert (expected - without).abs().max() > 1e-4
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_masked_numbers_reach_no_loss_and_no_gradient():

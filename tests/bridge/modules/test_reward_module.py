@@ -86,8 +86,32 @@ def test_the_accuracy_counts_pairs_in_their_order(module):
         for row in (r[p].tolist() for r, p in zip(rewards, batch.present, strict=True))
     ]
     assert found["held_out_accuracy"] == pytest.approx(np.mean([x for row in right for x in row]))
-    means = [np.mean(row) for row in right]
-    assert found["held_out_accuracy_low"] <= np.mean(means) <= found["held_out_accuracy_high"]
+    assert found["held_out_accuracy_low"] <= found["held_out_accuracy"] <= found["held_out_accuracy_high"]
+
+
+def lists(seed, count):
+    """Half of pairs, three of four of them right; half of lists of six, at chance. Rewards, and which are there."""
+    generator = torch.Generator().manual_seed(seed)
+    present = torch.arange(6) < torch.where(torch.rand(count, 1, generator=generator) < 0.5, 2, 6)
+    rewards = torch.randn(count, 6, generator=generator)
+    pairs = rewards[:, 0] < rewards[:, 1]
+    turned = ~present[:, 2] & pairs & (torch.rand(count, generator=generator) < 0.5)
+    rewards[turned, :2] = rewards[turned, :2].flip(1)
+    return rewards.masked_fill(~present, 0.0), present
+
+
+@pytest.mark.parametrize("count", [12, 40])
+def test_the_interval_is_of_the_accuracy_also_where_lists_have_unlike_lengths(count):
+    """In expectation (0.75 · 1 + 0.5 · 15) / 16 of all pairs are in their order; the mean over lists is 0.625."""
+    loss, truth, within = CASES["plackett_luce"][0], (0.75 + 0.5 * 15) / 16, 0
+    batch = random_comparisons(count, 6)
+    for seed in range(60):
+        rewards, present = lists(seed, count)
+        found = held_out_metrics(loss, batch._replace(present=present), rewards, {})
+        low, high = found["held_out_accuracy_low"], found["held_out_accuracy_high"]
+        assert low <= found["held_out_accuracy"] <= high
+        within += low <= truth <= high
+    assert within >= 50
 
 
 def test_a_saved_reward_model_scores_completions_here_and_in_transformers(module, tmp_path):

@@ -207,6 +207,11 @@ def test_usr_15_what_a_run_lacks_is_found_before_it_has_a_folder(tmp_path, argum
         (["--dtype", "bfloat16"], "softcap and dtype bfloat16 need recompute_old_logprobs=True"),
         (["--micro-batch-tokens", "0"], "micro_batch_tokens > 0"),
         (["--policy.sampling.n", "1"], "a group needs --policy.sampling.n ≥ 2"),
+        (["--policy.sampling.n", "4", "objective:passk"], "k=4 completions, and --policy.sampling.n=4 has one set"),
+        (
+            ["--policy.sampling.n", "3", "objective:passk"],
+            "n=3 has none, without an advantage: take --policy.sampling.n",
+        ),
         (["objective:on_policy_distillation"], "on_policy_distillation learns from a teacher: give --teacher MODEL"),
         (["--policy.critic-warmup", "1"], "critic_warmup=1: dapo has no critic"),
         (["--objective.aggregation.mode", "prompt-mean"], "prompt-mean cannot be trained with"),
