@@ -176,9 +176,9 @@ def adapter_tensors(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """
     reshard(model)
     state = get_peft_model_state_dict(model, adapter_name=_adapter(model), save_embedding_layers=False)
-    sent = {plain_name(name) for name in state}
+    of_adapter = {plain_name(name) for name in state}
     trained = [plain_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if beside := [name for name in trained if name not in sent and not _OF_ADAPTER.search(name)]:
+    if beside := [name for name in trained if name not in of_adapter and not _OF_ADAPTER.search(name)]:
         raise ValueError(
             f"adapter=True sends the adapter alone, and {', '.join(beside)} is trained besides: sync_weights(…, "
             "adapter=False) sends all of it, merged"

@@ -25,8 +25,8 @@ from rl_train.policy_configs import quickstart
 def built(*words):
     if "objective:on_policy_distillation" in words:
         words = (*words, "--teacher", "some/model")
-    # Corrections by π_old/μ, and decoupled_ppo, are refused without.
-    words = ("--policy.recompute-old-logprobs", *words)
+    # Corrections by π_old/μ, and decoupled_ppo, are refused without the first, sets of k of n without an n above k.
+    words = ("--policy.recompute-old-logprobs", "--policy.sampling.n", "8", *words)
     return parse(quickstart(), words, prog="rl-fn train policy").objective.build()
 
 
