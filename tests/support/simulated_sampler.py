@@ -27,9 +27,9 @@ class Row(NamedTuple):
 class SimulatedSampler:
     """Draws each token from the seed, its number and the tokens before it, as a model would; up to ``room`` rows."""
 
-    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=()):
+    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=(), server=False):
         self.vocabulary, self.eos, self.room, self.stop, self.clock = list(vocabulary), eos, room, stop, clock
-        self.truncated, self.ends = truncated, [eos, *stop_texts]
+        self.truncated, self.ends, self.server = truncated, [eos, *stop_texts], server
         self.queue, self.rows, self.added, self.together = [], [], [], []
 
     @property
@@ -54,7 +54,7 @@ class SimulatedSampler:
         found, left = [], []
         for row, tokens in self.rows:
             tokens.append(self.draw(row, tokens))
-            if tokens[-1] in self.ends or len(tokens) == row.limit:
+            if self.ended(row, tokens):
                 found.append(self.finished(row, tokens))
             else:
                 left.append((row, tokens))
@@ -62,10 +62,17 @@ class SimulatedSampler:
         return found
 
     def withdraw(self, keys):
+        """A server draws a token more until it hears of this: a row that ends so comes back with its own reason."""
+        for row, tokens in self.rows if self.server else ():
+            if row.key in keys:
+                tokens.append(self.draw(row, tokens))
         out = [(row, tokens) for row, tokens in [*self.rows, *((row, []) for row, _ in self.queue)] if row.key in keys]
         self.rows = [(row, tokens) for row, tokens in self.rows if row.key not in keys]
         self.queue = [(row, tokens) for row, tokens in self.queue if row.key not in keys]
-        return [self.finished(row, tokens)._replace(reason="abort") for row, tokens in out]
+        return [
+            self.finished(row, tokens)._replace(**{} if self.ended(row, tokens) else {"reason": "abort"})
+            for row, tokens in out
+        ]
 
     def count_tokens(self):
         self.counts = True
@@ -78,6 +85,9 @@ class SimulatedSampler:
     def draw(self, row, tokens):
         choice = random.Random(f"{row.seed}/{row.drawn + len(tokens)}/{(*row.prompt, *tokens)}")
         return self.eos if choice.random() < self.stop else choice.choice(self.vocabulary)
+
+    def ended(self, row, tokens):
+        return tokens[-1:] in [[end] for end in self.ends] or len(tokens) == row.limit
 
     def finished(self, row, tokens):
         logprobs = tuple(-0.5 - token / 1000 for token in tokens)
