@@ -27,9 +27,12 @@ class Row(NamedTuple):
 class SimulatedSampler:
     """Draws each token from the seed, its number and the tokens before it, as a model would; up to ``room`` rows."""
 
-    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=(), server=False):
+    server = False
+    """Whether it is one: a row draws a token more until the server hears that it is withdrawn."""
+
+    def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=()):
         self.vocabulary, self.eos, self.room, self.stop, self.clock = list(vocabulary), eos, room, stop, clock
-        self.truncated, self.ends, self.server = truncated, [eos, *stop_texts], server
+        self.truncated, self.ends = truncated, [eos, *stop_texts]
         self.queue, self.rows, self.added, self.together = [], [], [], []
 
     @property
@@ -62,7 +65,6 @@ class SimulatedSampler:
         return found
 
     def withdraw(self, keys):
-        """A server draws a token more until it hears of this: a row that ends so comes back with its own reason."""
         for row, tokens in self.rows if self.server else ():
             if row.key in keys:
                 tokens.append(self.draw(row, tokens))

@@ -182,12 +182,7 @@ class Completions:
         """One step of the decoder; returns (place of the request, number) → trajectory, of those that finished."""
         if not self.left:
             return {}
-        if not self._spent():
-            return self._finished(self._decoder.step())
-        trajectories = self.withdraw()
-        while self.left:
-            trajectories |= self._finished(self._decoder.step())  # rows that had ended when the rest was taken out
-        return trajectories
+        return self.withdraw() if self._spent() else self._finished(self._decoder.step())
 
     def _spent(self) -> bool:
         """Whether the budget is spent."""

@@ -21,7 +21,8 @@ SAMPLING = SamplingParams(max_new_tokens=40, n=3, seed=4)
 
 def limited(budget, *, delay=lambda number: 0, together=None, room=10**6, server=False):
     steps = SimulatedSteps(delay)
-    sampler = SimulatedSampler(DIGITS, EOS, clock=steps, room=room, server=server)
+    sampler = SimulatedSampler(DIGITS, EOS, clock=steps, room=room)
+    sampler.server = server
     spending = Spending(budget, lambda: steps.now)
     options = {"version": 5, "together": together, "spending": spending}
     talks = Conversations(sampler, steps, TurnTemplate(TOKENIZER), LIMITS, **options)

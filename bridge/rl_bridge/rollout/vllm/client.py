@@ -4,7 +4,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -167,6 +167,14 @@ class InProcessEngine:
         for request_id in request_ids:
             self._running.pop(request_id, None)
         self._held = [output for output in self._held if output.request_id in self._running]
+
+    def take_ended(self, request_ids: Collection[str]) -> list[Any]:
+        """Outputs of those of these requests that have ended, which ``step`` would give out next."""
+        ended = [output for output in self._held if output.finished and output.request_id in request_ids]
+        for output in ended:
+            del self._running[output.request_id]
+        self._held = [output for output in self._held if output.request_id in self._running]
+        return ended
 
     def step(self) -> list[Any]:
         """``LLMEngine.step``, which gives nothing while an update is not proved."""
