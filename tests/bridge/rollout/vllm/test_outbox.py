@@ -73,7 +73,7 @@ STOP, GREEDY = 7, SamplingParams(max_new_tokens=8, temperature=0)
 
 
 class Inside:
-    """As much of vLLM's engine as a withdrawal looks at. A step ends the requests in ``ends``, which name the tokens."""
+    """As much of vLLM's engine as a withdrawal looks at. A step ends the requests in ``ends``: name → tokens."""
 
     def __init__(self, folder):
         model, cache = SimpleNamespace(get_vocab_size=lambda: 20, max_model_len=30), SimpleNamespace()
