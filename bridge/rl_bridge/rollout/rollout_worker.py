@@ -124,11 +124,13 @@ class Generating(WithDecoder):
         """Draw until trajectories finish, and return them. An empty list: there are no more.
 
         Raises:
-            ValueError: the weights of a worker in this process have changed since the stream was opened.
+            ValueError: the weights of a worker in this process have changed since the stream was opened, or an update
+                of an engine has begun and has no proof.
         """
         completions = self._streams[name]
         trajectories: dict[tuple[int, int], Trajectory] = {}
         while completions.left and not trajectories:
+            self.weights_version()  # an engine in the middle of an update draws nothing: this raises then
             trajectories = completions.step()
         return list(trajectories.values())
 

@@ -128,7 +128,7 @@ def test_a_trainer_that_does_not_say_its_version_gives_its_weights_again_if_it_w
         assert policy.sync_weights(other) == 2
     if since == "a step":
         policy.advance()
-        with pytest.raises(WorkerDied, match="weights are gone: policy.* was called since.*a method weights_version"):
+        with pytest.raises(WorkerDied, match=r"weights are gone: policy.* was called since.*a method weights_version"):
             drawn(rollout)
     else:
         assert drawn(rollout) == wanted and rollout.weights_version == rollout.brought == 1
