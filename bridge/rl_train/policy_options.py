@@ -17,6 +17,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS, Algorithm, ControlOptions, controlled
 from rl_bridge.pipelines.rollout_options import AsynchronousOptions, EnvironmentOptions, RolloutOptions
+from rl_bridge.rollout.vllm.request_fields import require_temperature
 from rl_bridge.run.options import MAY_CHANGE, require_used
 from rl_train.options import RecipeOptions
 
@@ -90,6 +91,8 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
             raise ValueError("softcap and dtype bfloat16 need recompute_old_logprobs=True: sampling has neither")
         if not self.rollout.exact and not self.policy.recompute_old_logprobs:
             raise ValueError("a rollout in lower precision needs recompute_old_logprobs=True: π_old is the trainer's")
+        if self.rollout.backend != "in_process":
+            require_temperature(self.policy.sampling)
         if self.asynchronous.on and self.offload == "phases":
             raise ValueError(
                 "rollouts that run ahead of training draw beside them: there is no phase in which the trainer's or the "

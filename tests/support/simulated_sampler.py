@@ -27,6 +27,9 @@ class Row(NamedTuple):
 class SimulatedSampler:
     """Draws each token from the seed, its number and the tokens before it, as a model would; up to ``room`` rows."""
 
+    server = False
+    """Whether it is one: a row draws a token more until the server hears that it is withdrawn."""
+
     def __init__(self, vocabulary, eos, *, room=10**6, stop=0.3, clock=None, truncated=False, stop_texts=()):
         self.vocabulary, self.eos, self.room, self.stop, self.clock = list(vocabulary), eos, room, stop, clock
         self.truncated, self.ends = truncated, [eos, *stop_texts]
@@ -54,7 +57,7 @@ class SimulatedSampler:
         found, left = [], []
         for row, tokens in self.rows:
             tokens.append(self.draw(row, tokens))
-            if tokens[-1] in self.ends or len(tokens) == row.limit:
+            if self.ended(row, tokens):
                 found.append(self.finished(row, tokens))
             else:
                 left.append((row, tokens))
@@ -62,10 +65,16 @@ class SimulatedSampler:
         return found
 
     def withdraw(self, keys):
+        for row, tokens in self.rows if self.server else ():
+            if row.key in keys:
+                tokens.append(self.draw(row, tokens))
         out = [(row, tokens) for row, tokens in [*self.rows, *((row, []) for row, _ in self.queue)] if row.key in keys]
         self.rows = [(row, tokens) for row, tokens in self.rows if row.key not in keys]
         self.queue = [(row, tokens) for row, tokens in self.queue if row.key not in keys]
-        return [self.finished(row, tokens)._replace(reason="abort") for row, tokens in out]
+        return [
+            self.finished(row, tokens)._replace(**{} if self.ended(row, tokens) else {"reason": "abort"})
+            for row, tokens in out
+        ]
 
     def count_tokens(self):
         self.counts = True
@@ -78,6 +87,9 @@ class SimulatedSampler:
     def draw(self, row, tokens):
         choice = random.Random(f"{row.seed}/{row.drawn + len(tokens)}/{(*row.prompt, *tokens)}")
         return self.eos if choice.random() < self.stop else choice.choice(self.vocabulary)
+
+    def ended(self, row, tokens):
+        return tokens[-1:] in [[end] for end in self.ends] or len(tokens) == row.limit
 
     def finished(self, row, tokens):
         logprobs = tuple(-0.5 - token / 1000 for token in tokens)

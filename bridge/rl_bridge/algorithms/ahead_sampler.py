@@ -310,8 +310,6 @@ class AheadSampler:
         sample, template = group.samples[number], self._talking.template
         versions = self._versions(sample)
         talk = self._talking.conversation(self._opening(group, number, place), sample, versions)
-        if sample.reason == "error" and talk.failure is None:
-            talk.rewards += [None] * (len(talk.drawn) - len(talk.rewards))
         conversation = talk.trajectory(sample.reason, template.end_token)  # type: ignore[arg-type]
         return replace(conversation, rewards=sample.rewards or conversation.rewards)
 

@@ -265,9 +265,12 @@ class Engine:
     def release(self) -> None:
         """Let go of the workers: their memory is free, and their slots are others' to use. The dead are let go of."""
         slots, self._slots = self._slots, []
+        # An executor that was started again or stopped has no worker of this engine any more.
+        slots = [slot for slot in slots if self.name in self._executor.held.get(slot, ())]
         for slot in slots:
             self._executor.held[slot].remove(self.name)
-        self._forget(slots)
+        if slots:
+            self._forget(slots)
 
     def _forget(self, slots: Iterable[int]) -> None:
         if self._together is not None:
@@ -461,14 +464,15 @@ class Revived(Engine):
 
     def _start_again(self, death: WorkerDied) -> None:
         self.require_alive()
+        before = self.brought
         try:
             version = None if self.bring_weights is None else self.bring_weights()
         except ValueError as error:
             raise WorkerDied(f"{death}\nIt was started again, and its weights are gone: {error}") from error
-        if version != self.brought:
+        if version != before:
             raise WorkerDied(
                 f"{death}\nIt was started again, and its weights are gone: the trainer has version {version}, "
-                f"and requests that were begun with version {self.brought} cannot go on with that one"
+                f"and requests that were begun with version {before} cannot go on with that one"
             )
 
 

@@ -4,6 +4,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,13 @@ class TrainEngine(Engine):
     replaced_engines = 0
     """Backends behind targets that syncs from here had to replace; they got the weights, proved."""
     _syncs = 0
+    _calls = 0
+    """Calls to the workers, without those of syncs: any of them may have changed the weights."""
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Future[Any]:
+        """``Engine.submit``, and count the call."""
+        self._calls += 1
+        return super().submit(method, *args, **kwargs)
 
     def sync_weights(
         self,
@@ -178,7 +186,7 @@ class TrainEngine(Engine):
                     raise
             else:
                 break
-        target.bring_weights = partial(self._repeat, target, options)
+        target.bring_weights = partial(self._repeat, target, options, self._calls)
         assert target.brought is not None
         return target.brought
 
@@ -198,19 +206,30 @@ class TrainEngine(Engine):
         if share < 1:
             reference.call("average_weights", share)
 
-    def _repeat(self, target: Revived, options: dict[str, Any]) -> int:
-        """The last sync once more, if the weights are still those; their version.
+    def _repeat(self, target: Revived, options: dict[str, Any], calls: int) -> int:
+        """The last sync once more, if the weights are still those; their version. ``calls``: until that sync.
 
         Raises:
-            ValueError: this engine was released.
+            ValueError: this engine was released; or it was called since, and does not say whether its weights changed.
         """
-        if "weights_version" not in self.methods:
-            self._syncs -= 1
-        elif (version := self.call("weights_version")) != target.brought:
-            return version
-        return self.sync_weights(target, **options)
+        if "weights_version" in self.methods:
+            if (version := self.call("weights_version")) != target.brought:
+                return version
+            return self.sync_weights(target, **options)
+        if self._calls != calls:
+            raise ValueError(
+                f"{self.name} was called since the sync, and its module does not say whether its weights changed: give "
+                "it a method weights_version"
+            )
+        assert target.brought is not None
+        syncs, self._syncs = self._syncs, target.brought - 1
+        try:
+            return self.sync_weights(target, **options)
+        finally:
+            self._syncs = syncs
 
     def _sync(self, target: Engine, *, through: Through | None, adapter: bool | None, **options: Any) -> int:
+        calls = self._calls
         for engine in (self, target):
             engine.require_in_step("sync_weights")
         version = self._syncs + 1
@@ -239,5 +258,5 @@ class TrainEngine(Engine):
             proof = prove(self, target, version)
             self.replaced_engines += len(proof.replaced)
             report = report._replace(seconds=report.seconds + time.monotonic() - began, **proof._asdict())
-        self._syncs, self.last_sync = self._syncs + 1, report
+        self._syncs, self._calls, self.last_sync = self._syncs + 1, calls, report
         return version

@@ -125,18 +125,7 @@ class Conversation:
         text = template.text(turn.tokens[:-1] if self.ended else turn.tokens)
         self.drawn.append(len(self.said))
         self.said.append({"role": "assistant", "content": text})
-        if not stopped:
-            self.rewards.append(None)
         return stopped
-
-    def failed(self, error: BaseException) -> None:
-        """Note that the environment failed, and gave no answer to the turns since its last one."""
-        self.failure = error
-        self.unanswered()
-
-    def unanswered(self) -> None:
-        """Note that nobody answers the turns since the last answer."""
-        self.rewards += [None] * (len(self.drawn) - len(self.rewards))
 
     def cause(self, error: BaseException) -> str:
         """An error of the environment, with the row and the turn."""
@@ -202,7 +191,9 @@ class Conversation:
         if not self.tokens:
             self.give([fallback])
         rewards = [reward for reward in self.rewards if reward is not None]
-        states = any(state is not None for state in self.states)
+        # Nobody answered the turns since the last answer, and a turn in which nothing was drawn is none.
+        of_turns = self.rewards + [None] * (len(self.drawn) - len(self.rewards))
+        states = self.states[: len(self.drawn)]
         return Trajectory(
             tokens=tuple(self.tokens),
             loss_mask=tuple(self.mask),
@@ -215,8 +206,12 @@ class Conversation:
             group=self.opening.group,
             # Nobody knows whether an environment that was never asked gives rewards.
             rewards={"environment": float(sum(rewards))} if rewards or not self.answers else {},
-            turn_rewards=tuple(float(reward or 0.0) for reward in self.rewards) if rewards else (),
-            state_ids=tuple(-1 if state is None else state for state in self.states) if states else (),
+            turn_rewards=tuple(float(reward or 0.0) for reward in of_turns) if rewards else (),
+            state_ids=(
+                tuple(-1 if state is None else state for state in states)
+                if any(state is not None for state in states)
+                else ()
+            ),
             row=self.opening.row,
             messages=tuple(self.said),
             turn_messages=tuple(self.drawn),
@@ -332,7 +327,7 @@ class Conversations:
         if isinstance(finished.error, NeedsOwnProcess):
             raise ValueError(talk.cause(finished.error)) from finished.error
         if finished.error is not None:
-            talk.failed(finished.error)
+            talk.failure = finished.error
         else:
             room = talk.heard(finished.value, self._template, self._limits, session.tools)
         if talk.failure is not None:
@@ -360,11 +355,8 @@ class Conversations:
             talk, session = self._open[key]
             if key in self._thinking:
                 session.give_up()
-                talk.unanswered()
             elif drawn[key].tokens:
                 talk.spoke(drawn[key], self._version, self._template)
-            else:
-                talk.states.pop()  # that of a turn in which nothing was drawn
             self._end(key, "abort")
 
     def _end(self, key: int, reason: FinishReason) -> None:

@@ -81,7 +81,10 @@ class Decoder(Protocol):
 
     @abstractmethod
     def withdraw(self, keys: Collection[Hashable] | None = None) -> Sequence[Drawn]:
-        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
+        """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``.
+
+        A row that has ended and was not returned yet comes back with its own reason.
+        """
         ...
 
     def draw_in_rounds(self) -> None:

@@ -124,11 +124,13 @@ class Generating(WithDecoder):
         """Draw until trajectories finish, and return them. An empty list: there are no more.
 
         Raises:
-            ValueError: the weights of a worker in this process have changed since the stream was opened.
+            ValueError: the weights of a worker in this process have changed since the stream was opened, or an update
+                of an engine has begun and has no proof.
         """
         completions = self._streams[name]
         trajectories: dict[tuple[int, int], Trajectory] = {}
         while completions.left and not trajectories:
+            self.weights_version()  # an engine in the middle of an update draws nothing: this raises then
             trajectories = completions.step()
         return list(trajectories.values())
 
@@ -182,12 +184,7 @@ class Completions:
         """One step of the decoder; returns (place of the request, number) → trajectory, of those that finished."""
         if not self.left:
             return {}
-        if not self._spent():
-            return self._finished(self._decoder.step())
-        trajectories = self.withdraw()
-        while self.left:
-            trajectories |= self._finished(self._decoder.step())  # rows that had ended when the rest was taken out
-        return trajectories
+        return self.withdraw() if self._spent() else self._finished(self._decoder.step())
 
     def _spent(self) -> bool:
         """Whether the budget is spent."""

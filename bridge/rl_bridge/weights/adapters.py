@@ -29,6 +29,7 @@ _OF_ALL = (
     "alpha_pattern",
 )
 """Fields that each adapter's configuration travels with; others go with those that set them."""
+_CHOOSE_AMONG_TARGETS = ("exclude_modules", "layers_to_transform")
 _NAMED_BY_TENSORS = (
     "target_modules",
     "target_parameters",
@@ -192,6 +193,7 @@ def adapter_config(model: PeftModel) -> dict[str, Any]:
     config = model.peft_config[_adapter(model)].to_dict()
     special, plain = deciding(config), deciding({})
     chosen = {name: config.get(name) for name in _OF_ALL}
+    chosen |= {name: config[name] for name in _CHOOSE_AMONG_TARGETS if config.get(name) not in (None, [], set())}
     chosen |= {name: value for name, value in special.items() if name not in chosen and value != plain.get(name)}
     return {name: sorted(value) if isinstance(value, set) else value for name, value in chosen.items()}
 

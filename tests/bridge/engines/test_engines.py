@@ -8,6 +8,7 @@ import rl_fn
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import SamplingParams, single_turn
 from rl_bridge.engines import Engine, InferenceEngine, Mesh, NeedParallel, TrainEngine, returns
+from rl_bridge.executors import LocalExecutor
 from rl_bridge.models.model_source import StateSource
 from rl_bridge.modules.policy import PolicyModule
 from rl_bridge.modules.scoring import TokenScorer
@@ -170,6 +171,18 @@ def test_release_makes_room():
     engine.release()
     assert many.held[0] == [] and not many.hosts[0].workers
     engine.build()
+
+
+@pytest.mark.parametrize("ends", ["restart", "stop"])
+def test_an_error_behind_the_end_of_all_workers_is_not_hidden_by_a_release(ends):
+    executor = LocalExecutor("cpu")
+    engine = Engine(Rows, executor=executor).build()
+    other = Engine(Rows, executor=executor).build()
+    getattr(executor, ends)()
+    engine.release(), other.release()
+    assert engine.slots == other.slots == []
+    if ends == "restart":
+        assert engine.build().constant(1) == 1
 
 
 class Rows:

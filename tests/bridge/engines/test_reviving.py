@@ -58,10 +58,16 @@ class Dying(InProcessRollout):
         return found
 
 
-def engines(executor, tmp_path, model, *, apart=True):
+class Silent(Scorer):
+    """Does not say that its weights changed."""
+
+    weights_version = None
+
+
+def engines(executor, tmp_path, model, *, apart=True, scorer=Scorer):
     source = StateSource(model)
     rollout = InferenceEngine(lambda: Dying(source, tmp_path / "deaths"), executor=executor, name="rollout").build()
-    policy = TrainEngine(lambda: Scorer(source, ScoringConfig()), executor=executor, name="policy")
+    policy = TrainEngine(lambda: scorer(source, ScoringConfig()), executor=executor, name="policy")
     return rollout, policy.build(not_colocate_with=[rollout] if apart else [])
 
 
@@ -99,6 +105,34 @@ def test_what_cannot_come_back_is_not_asked_again(tmp_path, model, monkeypatch):
     rollout.bring_weights = rollout.brought = None
     with pytest.raises(WorkerDied, match=r"slot 0 ended$"):
         drawn(rollout)
+
+
+@pytest.mark.parametrize("since", ["nothing", "another sync", "a step"])
+def test_a_trainer_that_does_not_say_its_version_gives_its_weights_again_if_it_was_not_called_since(
+    tmp_path, model, monkeypatch, since
+):
+    executor = LocalExecutor("cpu")
+    rollout, policy = engines(executor, tmp_path, model, apart=False, scorer=Silent)
+    other, _ = engines(executor, tmp_path, model, apart=False)
+    policy.advance()
+    assert "weights_version" not in policy.methods and policy.sync_weights(rollout) == 1
+    wanted, call, deaths = drawn(rollout), rollout.call, [WorkerDied("the worker of slot 0 ended")]
+
+    def dying(*given, **options):
+        if deaths:
+            raise deaths.pop()
+        return call(*given, **options)
+
+    monkeypatch.setattr(rollout, "call", dying)
+    if since == "another sync":
+        assert policy.sync_weights(other) == 2
+    if since == "a step":
+        policy.advance()
+        with pytest.raises(WorkerDied, match=r"weights are gone: policy.* was called since.*a method weights_version"):
+            drawn(rollout)
+    else:
+        assert drawn(rollout) == wanted and rollout.weights_version == rollout.brought == 1
+    assert policy.sync_weights(rollout) == (3 if since == "another sync" else 2)
 
 
 @pytest.mark.ray

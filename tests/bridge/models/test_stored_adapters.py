@@ -146,6 +146,8 @@ def test_what_a_sync_compares_has_every_field_that_decides():
     usual = adapter_config(plain())
     assert adapter_config(plain(init_lora_weights="gaussian", lora_dropout=0.5)) == usual
     assert adapter_config(plain(init_lora_weights="olora")) == {**usual, "init_lora_weights": "olora"}
+    for chosen in ({"layers_to_transform": [0]}, {"exclude_modules": ["q_proj"]}):
+        assert adapter_config(plain(**chosen)) == {**usual, **chosen}
     assert adapter_config(plain(use_rslora=True)) == {**usual, "use_rslora": True}
     special = adapter_config(plain(task_type="CAUSAL_LM", alora_invocation_tokens=[5, 7]))
     assert special == {**usual, "alora_invocation_tokens": [5, 7]}

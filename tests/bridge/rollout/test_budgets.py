@@ -19,9 +19,10 @@ PROMPTS = ["1+1=", "7", "12+34=", "98-76+54="]
 SAMPLING = SamplingParams(max_new_tokens=40, n=3, seed=4)
 
 
-def limited(budget, *, delay=lambda number: 0, together=None, room=10**6):
+def limited(budget, *, delay=lambda number: 0, together=None, room=10**6, server=False):
     steps = SimulatedSteps(delay)
     sampler = SimulatedSampler(DIGITS, EOS, clock=steps, room=room)
+    sampler.server = server
     spending = Spending(budget, lambda: steps.now)
     options = {"version": 5, "together": together, "spending": spending}
     talks = Conversations(sampler, steps, TurnTemplate(TOKENIZER), LIMITS, **options)
@@ -42,11 +43,13 @@ def assert_cut(found, wanted):
     return sum(t.finish_reason == "abort" for t in found)
 
 
+@pytest.mark.parametrize("server", [False, True])
 @pytest.mark.parametrize("together", [None, 3])
 @pytest.mark.parametrize("seconds", [0.5, 3, 7.5, 12, 30, 1000])
-def test_a_call_s_time_ends_conversations_that_draw_think_and_wait(seconds, together):
+def test_a_call_s_time_ends_conversations_that_draw_think_and_wait(seconds, together, server):
     wanted, *_ = converse(12)
-    found, steps = limited(Budget(seconds=seconds), delay=lambda number: number % 4 * 5.0, together=together)
+    options = {"delay": lambda number: number % 4 * 5.0, "together": together, "server": server}
+    found, steps = limited(Budget(seconds=seconds), **options)
     cut = assert_cut(found, wanted)
     assert steps.now < seconds + 2 and (cut == 0) == (seconds == 1000)
 
@@ -60,14 +63,15 @@ def test_a_conversation_s_time_is_its_own():
     assert assert_cut(one_by_one, wanted) == 0 and steps.now > 60
 
 
+@pytest.mark.parametrize("server", [False, True])
 @pytest.mark.parametrize("room", [2, 10**6])
 @pytest.mark.parametrize("tokens", [1, 20, 60, 10**6])
-def test_a_call_s_tokens_are_counted_while_they_are_drawn(tokens, room):
+def test_a_call_s_tokens_are_counted_while_they_are_drawn(tokens, room, server):
     wanted, *_ = converse(12)
-    found, _ = limited(Budget(tokens=tokens), room=room)
+    found, _ = limited(Budget(tokens=tokens), room=room, server=server)
     cut = assert_cut(found, wanted)
     drawn = sum(len(t.sampled_tokens) for t in found)
-    assert drawn < tokens + 12 and (cut == 0 or drawn >= tokens) and (cut == 0) == (tokens == 10**6)
+    assert drawn < tokens + 12 * (1 + server) and (cut == 0 or drawn >= tokens) and (cut == 0) == (tokens == 10**6)
 
 
 @pytest.fixture

@@ -1,16 +1,22 @@
 """MUSA-2, S24: a request says every number of sampling, so that no engine takes one from its model's folder."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
+from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.messages import Chat
 from rl_bridge.data.trajectory import SamplingParams
+from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rollout.sampling import truncation
 from rl_bridge.rollout.served.openai import EXTENSIONS, OpenAIEndpoint
 from rl_bridge.rollout.served.protocol import Ask
+from rl_bridge.rollout.served.served_rollout import ServedRollout
 from rl_bridge.rollout.served.sglang import request_of
 from rl_bridge.rollout.served.vllm_server import sampling_fields
+from rl_bridge.rollout.vllm.request_fields import probe_fields
+from rl_train.policy_options import PolicyPipeline
 
 NEUTRAL = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 NEUTRAL |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -47,6 +53,31 @@ def test_every_number_is_in_the_request(engine, options):
     assert {name: fields.get(name) for name in numbers} == numbers
     if engine == "vLLM's server":
         assert fields["extra_args"]["rl_fn"][2:] == [bool(truncation(sampling)), truncation(sampling).get("min_p", 0.0)]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 0.0099])
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda sampling: sampling_fields(asked(sampling)),
+        lambda sampling: probe_fields(max_tokens=2, seed=1, temperature=sampling.temperature),
+        lambda sampling: ServedRollout.__new__(ServedRollout).decoder(sampling),
+        lambda sampling: PolicyPipeline(
+            policy=PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling), rollout=RolloutOptions(backend="vllm")
+        ),
+        lambda sampling: PolicyPipeline(
+            policy=PolicyConfig(steps=1, prompts_per_step=1, sampling=sampling),
+            rollout=RolloutOptions(backend="vllm_server"),
+        ),
+    ],
+    ids=["a request", "a probe", "a decoder", "the options", "the options of a server"],
+)
+def test_a_temperature_in_the_place_of_which_vllm_takes_another_is_refused(draws, temperature):
+    """The trainer would score at the one that was asked for."""
+    sampling = SamplingParams(max_new_tokens=4, temperature=temperature)
+    with pytest.raises(ValueError, match=r"vLLM draws at no temperature between 0 and 0\.01.* take 0, for the most"):
+        draws(sampling)
+    assert sampling_fields(asked(replace(sampling, temperature=0.01)))["temperature"] == 0.01
 
 
 @pytest.mark.vllm

@@ -176,7 +176,7 @@ class Talks:
         if isinstance(finished.error, NeedsOwnProcess):
             raise ValueError(talk.cause(finished.error)) from finished.error
         if finished.error is not None:
-            talk.failed(finished.error)
+            talk.failure = finished.error
             return self._failed(key, beginning, talk, None)
         step, before = finished.value, len(talk.tokens)
         room = talk.heard(step, self._talking.template, self._talking.limits, session.tools)

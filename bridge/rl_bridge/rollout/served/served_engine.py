@@ -146,8 +146,11 @@ class ServedEngine:
     def pause(self) -> None:
         """Pause the engine. Running requests stay there, without their keys and values."""
         with self._news:
-            self._unproved = {}
+            lost, self._unproved = self._unproved or {}, {}
         self.server.pause(clear=True)
+        with self._news:
+            for name in lost.keys() & self._running.keys():
+                self._begin(self._running[name][0])  # it ended beside the probe of an update that was never proved
 
     def is_paused(self) -> bool:
         """Whether the engine says that it is paused."""

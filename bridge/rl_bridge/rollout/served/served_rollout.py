@@ -22,6 +22,7 @@ from rl_bridge.rollout.served.served_engine import ServedDecoder, ServedEngine
 from rl_bridge.rollout.served.sglang import SGLangOptions, SGLangServer, require_one_order
 from rl_bridge.rollout.served.vllm_server import ServedOptions, VLLMServer
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
+from rl_bridge.rollout.vllm.request_fields import require_temperature
 from rl_bridge.rollout.vllm.weight_copies import checkpoint, require_updates
 from rl_bridge.rollout.vllm.weight_probe import Tolerance
 from rl_bridge.rollout.vllm.weight_updates import REPLACEMENTS, ProvedRollout, UpdatedEngine
@@ -119,6 +120,15 @@ class ServedRollout(_Served):
             replacements=options.replacements,
             adapter_rank=options.adapter_rank,
         )
+
+    def decoder(self, sampling: SamplingParams) -> ServedDecoder:
+        """A decoder without rows, as of any server.
+
+        Raises:
+            ValueError: a temperature that vLLM does not have.
+        """
+        require_temperature(sampling)
+        return super().decoder(sampling)
 
 
 class SGLangRollout(_Served):

@@ -4,7 +4,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -168,6 +168,14 @@ class InProcessEngine:
             self._running.pop(request_id, None)
         self._held = [output for output in self._held if output.request_id in self._running]
 
+    def take_ended(self, request_ids: Collection[str]) -> list[Any]:
+        """Outputs of those of these requests that have ended, which ``step`` would give out next."""
+        ended = [output for output in self._held if output.finished and output.request_id in request_ids]
+        for output in ended:
+            del self._running[output.request_id]
+        self._held = [output for output in self._held if output.request_id in self._running]
+        return ended
+
     def step(self) -> list[Any]:
         """``LLMEngine.step``, which gives nothing while an update is not proved."""
         if self._unproved is not None:
@@ -211,8 +219,10 @@ class InProcessEngine:
 
     def pause(self) -> None:
         """``pause_scheduler("keep")``: running requests are pre-empted and read again after the update."""
-        self._unproved = []
+        lost, self._unproved = self._unproved or [], []
         self._core.pause_scheduler("keep", clear_cache=True)
+        # They ended beside the probe of an update that was never proved.
+        self._add_again({output.request_id for output in lost if output.finished})
 
     def is_paused(self) -> bool:
         """The scheduler's state."""
@@ -304,8 +314,11 @@ class InProcessEngine:
     def _begin_again(self) -> None:
         ended = {output.request_id for output in self._held if output.finished}
         self._held = [output for output in self._held if output.request_id in ended]
+        self._add_again(self._running.keys() - ended)
+
+    def _add_again(self, request_ids: Collection[str]) -> None:
         for request_id, (prompt, params, options) in self._running.items():
-            if request_id not in ended:
+            if request_id in request_ids:
                 self._add(request_id, prompt, params, options)
 
     def _add(self, request_id: str, prompt: Any, params: Any, options: dict[str, Any]) -> None:

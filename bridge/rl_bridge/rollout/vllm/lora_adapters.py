@@ -57,6 +57,8 @@ def _require_plain(config: Mapping[str, Any], rank: int) -> None:
         "bias": ("none", None),
         "modules_to_save": (None, []),
         "target_parameters": (None, []),
+        "layers_to_transform": (None, []),
+        "exclude_modules": (None, []),
         "fan_in_fan_out": (False, None),
     }
     for name, allowed in plain.items():

@@ -8,6 +8,24 @@ from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTRA, DrawsOf
 from rl_bridge.rollout.sampling import pinned, truncation
 
 
+LEAST = 0.01
+"""vLLM's least temperature besides 0: it raises others to it."""
+
+
+def require_temperature(sampling: SamplingParams) -> None:
+    """Refuse a temperature in the place of which vLLM takes another.
+
+    Raises:
+        ValueError: with the way on.
+    """
+    if 0 < sampling.temperature < LEAST:
+        raise ValueError(
+            f"vLLM draws at no temperature between 0 and {LEAST:g}, and takes {LEAST:g} for those, got "
+            f"sampling.temperature {sampling.temperature:g}: take 0, for the most likely tokens, or {LEAST:g} or more; "
+            "or a rollout in process"
+        )
+
+
 def request_fields(
     sampling: SamplingParams, *, seed: int, drawn: int = 0, limit: int, stop: Collection[int] = ()
 ) -> dict[str, Any]:
@@ -20,7 +38,11 @@ def request_fields(
         drawn: tokens that the policy has drawn already in this sequence.
         limit: tokens that may be drawn.
         stop: ids that end the sequence.
+
+    Raises:
+        ValueError: a temperature that vLLM does not have.
     """
+    require_temperature(sampling)
     cuts = truncation(sampling)
     return {
         **pinned(sampling),

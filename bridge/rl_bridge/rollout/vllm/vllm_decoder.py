@@ -74,7 +74,14 @@ class Outbox:
         )
 
     def withdraw(self, names: Sequence[str]) -> list[Any]:
-        """Abort these requests; returns vLLM's outputs with their tokens so far, without requests that have ended."""
+        """Abort these requests; returns vLLM's outputs with their tokens so far.
+
+        Outputs of requests that have ended are not among them: their decoders get these, as from ``step``.
+        """
+        for output in self._engine.take_ended(names):
+            owner = self._owners.pop(output.request_id)()
+            if owner is not None:
+                owner.finished(output)
         # LLMEngine drops the output of an aborted request, unless the request has a queue, as AsyncLLM's have.
         processor = self._engine.engine.output_processor
         drawn = _Box()
@@ -146,6 +153,7 @@ class VLLMDecoder(Decoder):
 
         whole = self._texts is None
         sampling = self._sampling.greedily() if greedy else self._sampling
+        limit = min(limit, self._longest - len(tokens))  # the model may have fewer positions than the engine holds
         params = vllm_sampling(sampling, seed=seed, drawn=drawn, limit=limit, stop=self._stop, whole=whole)
         name = self._outbox.add(self, tokens, params)
         self._keys[name] = key, sampling
@@ -170,7 +178,10 @@ class VLLMDecoder(Decoder):
     def withdraw(self, keys: Collection[Hashable] | None = None) -> list[Drawn]:
         """Take rows out unfinished, all or those of ``keys``, with the tokens that they have drawn since ``add``."""
         names = [name for name, (key, _) in self._keys.items() if keys is None or key in keys]
-        return [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]  # or "stop", by its text
+        drawn = [self._drawn(output, "abort") for output in self._outbox.withdraw(names)]  # or "stop", by its text
+        drawn += [row for row in self._ended if keys is None or row.key in keys]
+        self._ended = [row for row in self._ended if not (keys is None or row.key in keys)]
+        return drawn
 
     def finished(self, output: Any) -> None:
         """Take a finished request from the outbox."""

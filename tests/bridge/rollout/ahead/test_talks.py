@@ -16,7 +16,7 @@ from rl_bridge.models.turn_template import TurnTemplate
 from rl_bridge.rewards import load
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.ahead.environment_turns import Talking, Talks
-from rl_bridge.rollout.ahead.ledger import Group, Sample
+from rl_bridge.rollout.ahead.ledger import Group, Sample, Turn
 from rl_bridge.rollout.ahead.pumps import Pace
 from rl_bridge.rollout.conversations import Limits, Opening
 from tests.bridge.rollout.ahead.runs import (
@@ -241,6 +241,20 @@ def test_conversations_ahead_are_held_again_where_rows_or_environments_are_other
             assert TOKENIZER.decode(trajectory.tokens).lstrip().startswith(trajectory.row["prompt"])
             assert all(sign * reward >= 0 for reward in trajectory.turn_rewards if reward is not None)
             assert trajectory.turns <= held.limits.max_turns and len(trajectory.tokens) <= held.limits.all_tokens
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_conversation_that_is_aborted_before_a_turn_s_first_token_has_the_turns_before(turns):
+    asked = [
+        Turn([{"role": "user", "content": "1="}], 1.0 * place, False, place, room=6, drawn=int(place < turns))
+        for place in range(turns + 1)
+    ]
+    drawn = {"tokens": STOPS[1:2] * turns, "logprobs": [-1.0] * turns, "spans": [(0, turns)] if turns else []}
+    sample = Sample(0, reason="abort", turns=asked, **drawn)
+    talk = talking().conversation(Opening(request_id=(0, 0), seed=0, row={"prompt": "1="}), sample)
+    trajectory = talk.trajectory("abort", TOKENIZER.eos_token_id)
+    assert trajectory.turns == turns and trajectory.state_ids == tuple(range(turns))
+    assert trajectory.turn_rewards == tuple(1.0 * place for place in range(1, turns + 1))
 
 
 def test_environments_that_fail_take_no_part_and_all_of_them_end_the_run(run):

@@ -160,6 +160,22 @@ def test_a_restarted_server_has_what_was_proved_last_and_not_what_was_on_its_way
     assert opened.servers[-1].folder == "weights"
 
 
+def test_a_row_that_ended_beside_an_update_without_proof_begins_again_with_the_next_one():
+    opened = Opened()
+    engine = engine_of(opened)
+    server = opened.servers[0]
+    engine.pause()
+    server.stamp("1")
+    decoder = begun(engine)
+    for version in ("2", "3"):
+        assert not any(decoder.step() for _ in range(50) if not engine._unproved) and engine._unproved
+        server.stamp(version)
+        engine.pause()
+    engine.resume()
+    wanted = [decoder.step() for _ in range(50) if decoder.running]
+    assert [row.versions for rows in wanted for row in rows] == [[3] * 3] and len(set(server.asks)) == 1
+
+
 def test_a_probe_is_drawn_by_an_engine_that_runs_and_leaves_it_as_it_was():
     opened = Opened()
     engine = engine_of(opened)

@@ -3,9 +3,12 @@
 Later checks would find most of these faults too, and at the price of a fresh engine; each test is for one check.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 from rl_bridge.executors import LocalExecutor
+from rl_bridge.rollout.rollout_worker import Generating
 from rl_bridge.rollout.vllm.weight_updates import UpdateFailed
 from rl_bridge.weights import WeightSyncError
 from tests.bridge.rollout.vllm.double import open_double
@@ -112,6 +115,38 @@ def test_what_ended_beside_an_update_is_given_out_once_and_after_the_proof(world
     assert given_out(client) == []
     client.resume()
     assert given_out(client) == ["before", "beside"] and not client.has_unfinished_requests()
+
+
+@pytest.fixture
+def interrupted(world, monkeypatch):
+    """Ctrl-C between an update and its proof, beside a request that ends with the probe."""
+    policy, engine, worker = world
+    policy.advance()
+    start_short(worker.client, "beside")
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("rl_bridge.engines.train._scores", interrupt)
+        policy.sync_weights(engine)
+    assert given_out(worker.client) == []
+    return world
+
+
+def interrupt(*given):
+    raise KeyboardInterrupt
+
+
+def test_a_request_that_ended_beside_an_update_without_proof_begins_again_with_the_next_one(interrupted):
+    policy, engine, worker = interrupted
+    for _ in range(2):
+        assert policy.sync_weights(engine) == 2 and worker.updated.replaced == 0
+    assert given_out(worker.client) == ["beside"] and not worker.client.has_unfinished_requests()
+
+
+def test_a_stream_says_why_it_has_nothing_behind_an_update_without_proof(interrupted):
+    *_, worker = interrupted
+    left = iter([{}])
+    worker._streams = {1: SimpleNamespace(left=1, step=lambda: next(left))}
+    with pytest.raises(ValueError, match=r"has no proof: engine.sync_weights brings one"):
+        Generating.next_completions(worker, 1)
 
 
 def test_a_fresh_engine_answers_what_had_not_ended_and_nothing_else(world, tmp_path):
