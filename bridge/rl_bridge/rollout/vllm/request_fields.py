@@ -7,7 +7,6 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTRA, DrawsOf
 from rl_bridge.rollout.sampling import pinned, truncation
 
-
 LEAST = 0.01
 """vLLM's least temperature besides 0: it raises others to it."""
 
