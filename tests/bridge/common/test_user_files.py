@@ -367,6 +367,7 @@ def test_a_child_of_the_program_is_guarded_and_one_of_a_function_ends_as_it_want
     assert subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout.strip() == FORKED[by]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["reward", "environment", "model", "loss"])
 def test_an_edit_within_a_second_is_read_and_nothing_is_written_beside_the_file(tmp_path, kind, monkeypatch):
     """Python's own copy of an edit of the same size was that of the text before."""

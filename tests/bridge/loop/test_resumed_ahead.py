@@ -42,6 +42,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_groups_ahead_of_a_checkpoint_are_drawn_again_with_the_new_settings(model, tmp_path, capsys, change):
     """Prompts were compared with each other: the groups of the checkpoint were cut anew, without a word."""
@@ -78,6 +79,7 @@ class Pays:
 """
 
 
+@pytest.mark.long
 def test_another_environment_is_refused_and_resumed_anyway_holds_its_conversations_again(model, tmp_path, capsys):
     file, options = tmp_path / "pays.py", {"environment": f"{tmp_path / 'pays.py'}:Pays", "max_turns": 2}
     paid = {}

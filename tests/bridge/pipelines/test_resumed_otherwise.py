@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("trainer", "change"), CASES, ids=lambda part: getattr(part, "__name__", part))
 def test_what_another_evaluation_measured_is_compared_with_nothing(tmp_path, words, trainer, change, capsys):
     """The first step's constant reward of 1 stays the best, unless it is of another evaluation."""
@@ -115,6 +116,7 @@ def test_what_another_evaluation_measured_is_compared_with_nothing(tmp_path, wor
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", [False, True])
 def test_the_front_of_several_rewards_is_of_one_evaluation(tmp_path, words, other):
     (tmp_path / "short.py").write_text(SHORT.format(scale=1.0))

@@ -235,6 +235,7 @@ FILES = {
 """A file that trials read, and the words that name it or its folder."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FILES)
 def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tmp_path):
     """Trials before and after the change would be compared, though they learn from other rows or by other rewards."""
@@ -261,6 +262,7 @@ def test_a_study_goes_on_with_the_files_that_it_began_with(name, monkeypatch, tm
 WRITTEN = ["exported", "tensorboard", "more", "8", "gspo", "objective:gspo"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("word", WRITTEN)
 def test_a_folder_that_is_written_to_or_named_as_a_word_is_not_the_study_s_matter(word, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -275,6 +277,7 @@ def test_a_folder_that_is_written_to_or_named_as_a_word_is_not_the_study_s_matte
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("word", ["mine", "7", "random", "none"])
 def test_a_file_that_is_named_as_a_word_of_the_study_is_not_its_matter(word, monkeypatch, tmp_path):
     """The study's own name, counts, sampler and pruner: no trial reads a file of these names."""

@@ -121,6 +121,7 @@ INFEASIBLE = {
 """Constraints, how many of two trials are complete, and words of the report."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("confirm", [0, 3])
 @pytest.mark.parametrize("name", INFEASIBLE)
 def test_a_study_without_a_trial_that_can_be_chosen_says_why_and_exits_with_1(

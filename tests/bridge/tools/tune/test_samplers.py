@@ -79,6 +79,7 @@ def test_random_trials_are_spread_over_the_space():
     assert 0.4 < below < 0.6, "half of the draws of a log range lie below its middle in the logarithm"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_study_goes_on_after_a_restart_as_if_nothing_had_been(name, tmp_path):
     """The models begin after 10 trials at the latest."""
