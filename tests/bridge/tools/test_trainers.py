@@ -32,7 +32,8 @@ def test_a_run_with_every_algorithm_is_its_file(algorithm: str, tmp_path):
     objective = ALGORITHMS[algorithm]()
     teacher = "some/model" if "teacher_logprobs" in objective.build().required_rollout_fields else None
     start = quickstart()
-    policy = replace(start.policy, recompute_old_logprobs=algorithm == "decoupled_ppo")
+    sampling = replace(start.policy.sampling, n=8)  # passk compares sets of 4
+    policy = replace(start.policy, sampling=sampling, recompute_old_logprobs=algorithm == "decoupled_ppo")
     returns(replace(start, objective=objective, teacher=teacher, policy=policy), tmp_path)
 
 
