@@ -2,10 +2,13 @@
 
 import errno
 import io
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -237,6 +240,37 @@ def test_what_prints_words_alone_imports_no_library_of_models():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: rl-fn train") and f"rl-fn {version('rl-fn')}" in done.stdout
+
+
+WITHOUT_TORCH = [
+    "train sft",
+    "train policy --help",
+    "train preference --help-all",
+    "report x",
+    "plan policy",
+    "tune policy",
+    "export x --to tensorboard",
+    "quantize --help",
+    "check trl",
+]
+
+
+@pytest.mark.long
+def test_without_pytorch_a_command_names_the_extra_that_has_it():
+    """``pip install .`` installs the command too."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [re.split(r"[^\w-]", line)[0].replace("-", "_") for line in project["optional-dependencies"]["bridge"]]
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({names})\n"
+        "from rl_tools.cli import main\n"
+        f"for words in {WITHOUT_TORCH}: assert main(words.split()) == 1; print('behind', words, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == [f"behind {words}" for words in WITHOUT_TORCH], done.stderr
+    line = re.compile(r"rl-fn: error: this command needs (\w+), which is not installed: pip install '\.\[bridge\]'")
+    matches = [line.fullmatch(text) for text in lines[::2]]
+    assert all(match is not None and match[1] in names for match in matches), done.stderr
 
 
 def finished(*_):
