@@ -65,8 +65,9 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     sft: WarmStart = WarmStart()
     name: str = field(default="policy", metadata=MAY_CHANGE)
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
-    """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the
-    completion with the row's ``answer`` (``exact``)."""
+    """``exact`` (whether the completion is the row's ``answer``: the reward where none is named), ``environment``,
+    ``FILE.py:function``, ``model:FOLDER``, ``judge:FILE.toml`` or ``http(s)://…``; several with names of their own:
+    ``right=a.py:right short=a.py:short``."""
     rollout: RolloutOptions = RolloutOptions()
     """The engine that draws completions."""
     asynchronous: AsynchronousOptions = AsynchronousOptions()
