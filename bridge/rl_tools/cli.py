@@ -60,7 +60,8 @@ def lines_of(error: BaseException) -> tuple[str, list[str]]:
     if package in _packages_of_bridge():
         text = f"this command needs {package}, which is not installed: pip install '.[bridge]'"
     elif not isinstance(cause, _PLAIN) or isinstance(cause, UnicodeError) or not text:
-        text = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+        name = next(kind.__name__ for kind in type(cause).__mro__ if not kind.__name__.startswith("_"))
+        text = f"{name}: {text}" if text else name
     if isinstance(cause, OSError) and cause.errno in _ADVICE:
         unread = isinstance(cause.filename, str) and os.path.isfile(cause.filename)
         denied = cause.errno in (errno.EACCES, errno.EPERM) and unread and not os.access(cause.filename, os.R_OK)

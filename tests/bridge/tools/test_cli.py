@@ -38,10 +38,13 @@ REFUSED = {
     "threads": (["--threads", "0"], "threads must be at least 1, got 0"),
     "temperature": (["--policy.sampling.temperature", "nan"], "policy.sampling: temperature must be 0, for"),
     "infinite": (["--policy.sampling.temperature", "inf"], "policy.sampling: temperature must be 0, for"),
-    "rate": (["--optimizer.learning-rate", "nan"], "learning_rate"),
+    "rate": (["--optimizer.learning-rate", "nan"], "optimizer: need a finite learning_rate > 0"),
+    "coefficient": (["--objective.kl.coef", "-1"], "kl.coef must not be negative, got -1.0"),
+    "coefficient of entropy": (["--objective.entropy.coef", "-1"], "entropy.coef must not be negative, got -1.0"),
+    "seed": (["--seed", "-1"], "seed must be from 0 to 2³² − 1, got -1"),
     "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef must be a number, got nan"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
-    "output": (["--output"], "output"),
+    "output": (["--output"], "Missing value for argument '--output'"),
 }
 
 
@@ -52,7 +55,12 @@ def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words,
         parse(quickstart(), given, prog="rl-fn train policy")
     assert stopped.value.code == 2
     printed = capsys.readouterr()
-    assert message in " ".join((printed.err + printed.out).replace("│", " ").split())
+    text = " ".join((printed.err + printed.out).replace("│", " ").split())
+    assert text.count(message) == 1 and "Pipeline" not in text
+
+
+class _OfOurs(TypeError):
+    pass
 
 
 class Own(Exception):
@@ -85,6 +93,7 @@ EXPECTED = {
     "a dead rank": (WorkerDied("rank 1, process 7, was killed"), "WorkerDied: rank 1, process 7, was killed"),
     "memory": (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
     "nothing said": (MemoryError(), "MemoryError"),
+    "of a private class": (_OfOurs("no reader"), "TypeError: no reader"),
     "in a worker": (worker_error(1, "train_step", ValueError("bad row"), "Traceback …"), "bad row"),
 }
 
@@ -214,6 +223,8 @@ MISSPELT = {
     "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
     "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
+    "train preference loss:bradley-terry": "loss:bradley-terry is of train reward-model; here there are loss:",
+    "train reward-model loss:dpo": "loss:dpo is of train preference; here there are loss:",
     "train preference --preference.shift-momentum 0.5": "did you mean --loss.shift-momentum?",
 }
 
