@@ -5,9 +5,11 @@ import difflib
 import errno
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
@@ -54,14 +56,28 @@ def lines_of(error: BaseException) -> tuple[str, list[str]]:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         # Its notes are about JAX's own frames.
         return _shown(f"JAX_PLATFORMS={platforms}: {text}; unset the variable, or set JAX_PLATFORMS=cpu"), []
-    if not isinstance(cause, _PLAIN) or isinstance(cause, UnicodeError) or not text:
-        text = f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    if package in _packages_of_bridge():
+        text = f"this command needs {package}, which is not installed: pip install '.[bridge]'"
+    elif not isinstance(cause, _PLAIN) or isinstance(cause, UnicodeError) or not text:
+        name = next(kind.__name__ for kind in type(cause).__mro__ if not kind.__name__.startswith("_"))
+        text = f"{name}: {text}" if text else name
     if isinstance(cause, OSError) and cause.errno in _ADVICE:
         unread = isinstance(cause.filename, str) and os.path.isfile(cause.filename)
         denied = cause.errno in (errno.EACCES, errno.EPERM) and unread and not os.access(cause.filename, os.R_OK)
         advice = "this user may not read the file" if denied else _ADVICE[cause.errno]
         text = f"{cause.strerror}{f': {cause.filename}' if cause.filename else ''}; {advice}"
     return _shown(" ".join(text.split())), [_shown(note) for note in _notes(error)]
+
+
+def _packages_of_bridge() -> set[str]:
+    """The names under which the packages of the extra ``bridge`` are imported; none where rl-fn is not installed."""
+    try:
+        lines = metadata.requires("rl-fn") or []
+    except metadata.PackageNotFoundError:
+        return set()
+    names = (line for line in lines if re.search(r"""extra == ['"]bridge['"]""", line))
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in names}
 
 
 def _is_jax_without_backend(error: BaseException) -> bool:
@@ -86,9 +102,10 @@ def _notes(error: BaseException) -> list[str]:
 
 def _cause(error: BaseException) -> BaseException:
     """The error that a worker raised, in place of the driver's account of it with the traceback."""
-    from rl_bridge.executors.executor import WorkerError  # its package imports torch
-
-    return error.__cause__ if isinstance(error, WorkerError) and error.__cause__ is not None else error
+    # An import would fail where torch is not installed, and without the module there is no such error.
+    executor = sys.modules.get("rl_bridge.executors.executor")
+    is_account = executor is not None and isinstance(error, executor.WorkerError)
+    return error.__cause__ if is_account and error.__cause__ is not None else error
 
 
 # A command's own modules are imported by the command alone: `rl-fn --help` needs none of torch, transformers and JAX.
@@ -114,9 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _print_anything()
     if words in (["--version"], ["-V"]):
-        from importlib.metadata import version
-
-        print(f"rl-fn {version('rl-fn')}")
+        print(f"rl-fn {metadata.version('rl-fn')}")
         return 0
     if words in ([], ["--help"], ["-h"]):
         print(usage(), end="")

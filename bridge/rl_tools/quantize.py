@@ -354,14 +354,24 @@ def _setup(arguments: argparse.Namespace) -> int:
             raise ValueError(f"expected NAME=VALUE, got {column!r}")
         entry[name] = yaml.safe_load(value)
     setting_of(entry, "setup")
-    if arguments.profile is not None and "weights" not in json.loads(Path(arguments.profile).read_text()):
-        raise ValueError(f"{arguments.profile} is no profile of rl-fn quantize profile: it lists no weights")
+    if arguments.profile is not None:
+        _require_profile(Path(arguments.profile))
     configs = read_configs(path) if arguments.append and path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         temporary.write_text(yaml.safe_dump({"configs": [*configs, entry]}, sort_keys=False))
     say(f"{path}: {len(configs) + 1} data-parallel ranks in turn; export FLASHRL_CONFIG={path}")
     return 0
+
+
+def _require_profile(path: Path) -> None:
+    """Raise ValueError for a file that ``rl-fn quantize profile`` has not written."""
+    try:
+        report = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no profile of rl-fn quantize profile, one JSON object: {error}") from error
+    if not isinstance(report, dict) or "weights" not in report:
+        raise ValueError(f"{path} is no profile of rl-fn quantize profile: it lists no weights")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -404,8 +414,11 @@ def read_prompts(path: Path) -> list[Any]:
     """
     lines = [line for line in path.read_text().splitlines() if line.strip()]
     if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in lines]
-        if any("prompt" not in row for row in rows):
+        try:
+            rows = [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise ValueError(f"{path} has a line that is no JSON: {error}") from error
+        if any(not isinstance(row, dict) or "prompt" not in row for row in rows):
             raise ValueError(f"{path} has a row without a field 'prompt'")
         lines = [Chat.of(row).shortest for row in rows]
     if not lines:

@@ -1,9 +1,12 @@
 """The trainers of ``rl-fn train``: where their configs are, and a config from a command line."""
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
+import io
 import os
+import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,20 +82,37 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     options = options_of(default)
     if HELP_ALL in words:
         helps, settings["args"] = True, ["--help"]
+    refusal, errors = list[str](), io.StringIO()
     # tyro takes a misspelt recipe behind an option of several values for one more value.
     if not any(map(options.no_recipe, words)):
         try:
-            return tyro.cli(kind, console_outputs=helps, **settings)
+            # tyro prints the error of a class in spite of console_outputs=False.
+            with contextlib.nullcontext() if helps else contextlib.redirect_stderr(errors):
+                config = tyro.cli(kind, console_outputs=helps, **settings)
+            print(errors.getvalue(), end="", file=sys.stderr)  # warnings of the config's own
+            return config
         except SystemExit as left:
             if helps or left.code in (None, 0):
                 raise
+            refusal = _refusal(left.__context__)
     try:
-        if phrases := options.unknown(words):
+        if phrases := options.unknown(words) or refusal:
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
             raise SystemExit(2)
         return tyro.cli(kind, **settings)  # prints the error in a value
     finally:
         say(f"all options: {prog} {HELP_ALL}", error=True)
+
+
+def _refusal(error: BaseException | None) -> list[str]:
+    """The words of a class that refuses its options, behind the options' part; none for a value of another type.
+
+    ``error``: as tyro has it, whose box would name the class of the command's options.
+    """
+    if isinstance(error, ValueError):
+        return [str(error)]
+    part = getattr(error, "arg", None)
+    return [f"{dashed(part)}: {getattr(error, 'message', error)}"] if isinstance(part, str) else []
 
 
 def config_of(words: Sequence[str], command: str) -> tuple[str, Any]:
@@ -139,10 +159,21 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
             raise ValueError(f"{of_files.file} is of the trainer {of_files.value}, not of {names[0]}")
         names = [of_files.value]
     if not names:
-        where = f"{', '.join(map(str, files))} has no key 'trainer': give it" if files else "give a trainer"
-        raise ValueError(f"{where}, one of {', '.join(TRAINERS)}")
+        raise ValueError(_without_trainer(files, rest))
     settings = {name: setting for name, setting in settings.items() if name not in without}
     return names[0], words_of_settings(names[0], settings, rest) if settings else rest
+
+
+def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
+    """The message about words that begin with neither a trainer nor a run file that names one."""
+    names = ", ".join(TRAINERS)
+    if files:
+        return f"{', '.join(map(str, files))} has no key 'trainer': give it, one of {names}"
+    if not words or words[0].startswith("-"):
+        return f"give a trainer, one of {names}"
+    near = difflib.get_close_matches(words[0], TRAINERS)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"{words[0]!r} is no trainer ({names}), no run file (FILE.toml) and no folder with {RUN_FILE}{hint}"
 
 
 def is_run_file(word: str) -> bool:
@@ -180,6 +211,8 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
             continue
         of_recipe = options.of_recipe(key)
         if key not in options.kinds and of_recipe is None:
+            if part := [name for name in options.kinds if name.startswith(f"{key}.")]:
+                raise ValueError(f"{setting.file}: {key} is a table, with {part[0]} and others; got {setting.value!r}")
             raise ValueError(f"{setting.file}: {_did_you_mean(key, options.near(key))}")
         if of_recipe is not None and _is_of_another(key, setting, of_recipe[0], options, last):
             unread.setdefault(f"{setting.file}: of {of_recipe[0]} {setting.names[of_recipe[0]]}", []).append(key)
@@ -379,7 +412,10 @@ class TrainerOptions:
             holder, _, recipe = word.partition(":")
             if self.no_recipe(word):
                 near = [f"{holder}:{name}" for name in difflib.get_close_matches(recipe, self.recipes[holder])]
-                phrases.append(_did_you_mean(word, near))
+                others = ", ".join(f"train {name}" for name in _trainers_with(holder, recipe))
+                there_are = ", ".join(f"{holder}:{name}" for name in self.recipes[holder])
+                elsewhere = f"{word} is of {others}; here there are {there_are}"
+                phrases.append(elsewhere if others else _did_you_mean(word, near))
             elif word.startswith("--"):
                 name = word[2:].partition("=")[0]
                 head, dot, last = name.rpartition(".")
@@ -389,6 +425,13 @@ class TrainerOptions:
                     owners = ", ".join(f"{of_recipe[0]}:{recipe}" for recipe in sorted(of_recipe[1]))
                     phrases.append(f"--{name} is of {owners}; here it is {of_recipe[0]}:{chosen.get(of_recipe[0])}")
         return phrases
+
+
+def _trainers_with(holder: str, recipe: str) -> list[str]:
+    """The trainers that have the recipe."""
+    defaults = {name: load(trainer.default) for name, trainer in TRAINERS.items()}
+    options = {name: options_of(own if isinstance(own, type) else own(())) for name, own in defaults.items()}
+    return [name for name, own in options.items() if recipe in own.recipes.get(holder, {})]
 
 
 def _did_you_mean(word: str, near: Sequence[str]) -> str:

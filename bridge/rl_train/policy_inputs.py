@@ -130,6 +130,7 @@ def settled(options: PolicyPipeline, inputs: PolicyInputs) -> Beside:
     options.remark_on_warmups()
     talks = options.environment is not None
     inputs.rewards.try_on(inputs.rows.rows, model.tokenizer, beside=options.asynchronous.on, conversations=talks)
+    options.require_one_a_reward(inputs.rewards.names)
     factory = options.environments(model.source)
     environment = options.tried(factory, inputs.rows.rows, model.tokenizer, resumed=options.resumed)
     marks = {"data": of_rows(inputs.rows.rows, inputs.held_out), "reward": inputs.rewards.fingerprint}

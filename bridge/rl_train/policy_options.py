@@ -1,5 +1,6 @@
 """Options of ``rl-fn train policy``: the algorithm, the models beside the policy, how it begins and is drawn from."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -7,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
-from rl_bridge.algorithms.advantages import require_rescored, with_reward_weights
+from rl_bridge.algorithms.advantages import SEVERAL, require_rescored, with_reward_weights
 from rl_bridge.algorithms.policy_setup import PolicyConfig, require_objective
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
@@ -64,8 +65,9 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     sft: WarmStart = WarmStart()
     name: str = field(default="policy", metadata=MAY_CHANGE)
     reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
-    """``FILE.py:function``, several with names of their own: ``right=a.py:right short=a.py:short``. None compares the
-    completion with the row's ``answer`` (``exact``)."""
+    """``exact`` (whether the completion is the row's ``answer``: the reward where none is named), ``environment``,
+    ``FILE.py:function``, ``model:FOLDER``, ``judge:FILE.toml`` or ``http(s)://…``; several with names of their own:
+    ``right=a.py:right short=a.py:short``."""
     rollout: RolloutOptions = RolloutOptions()
     """The engine that draws completions."""
     asynchronous: AsynchronousOptions = AsynchronousOptions()
@@ -142,6 +144,27 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
         built = self.objective.build(controlled=self.kl_control.kind is not None)
         objective = with_reward_weights(built, weights, penalised=penalised)
         return controlled(objective, self.kl_control, self.entropy_control, self.completions)
+
+    def require_one_a_reward(self, names: Sequence[str]) -> None:
+        """Refuse weights and an ideal point that have more or fewer numbers than there are rewards.
+
+        ``names``: of the rewards, which a function that returns a dictionary shows when it is tried.
+        """
+        advantage: Any = self.objective_and_control()[0].advantage
+        each = advantage.weights if advantage.rewards_shape == SEVERAL and hasattr(advantage, "weights") else None
+        scalar, penalty = self.policy.scalar, self.policy.overlong_buffer is not None
+        options = {
+            "--policy.scalar.weights": (scalar.weights, len(names)),
+            "--policy.scalar.ideal": (scalar.ideal, len(names)),
+            "--objective.weights": (each, len(names) + penalty),
+        }
+        for option, (numbers, count) in options.items():
+            if numbers is not None and len(numbers) != count:
+                beside = ", and the overlong penalty is one more" if count > len(names) else ""
+                raise ValueError(
+                    f"{option} has {len(numbers)} numbers, {', '.join(map(str, numbers))}, and the rewards are "
+                    f"{', '.join(names)}{beside}: give one number a reward"
+                )
 
     def unread(self) -> dict[str, str]:
         """Options that nothing reads beside the others, those of a warm start without steps among them."""

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from rl_bridge.data.messages import ARGUMENTS
 from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_bridge.rollout.vllm.engine_options import ALLOWED
 from rl_tools.trainers import TRAINERS
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from tests.repository.coming_from import PAGE, section
@@ -65,6 +67,23 @@ def test_every_section_says_what_is_lacking():
     sections = re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]
     libraries = [section for section in sections if section.startswith(("RL2", "RLite", "TRL", "verl"))]
     assert len(libraries) == 4 and all("Not here" in section for section in libraries)
+
+
+# Names that are lacking, and of another meaning than an option or an argument of vLLM's engine that has the name.
+OTHERS = {
+    "eps": "added to the odds of ORPO",
+    "trust_remote_code": "code in the folder of a model that is trained",
+    "log_level": "of the trainer's own messages",
+}
+
+
+def test_nothing_that_is_here_is_named_as_lacking(options):
+    known = set().union(*options.values())
+    here = {name.rpartition(".")[2].replace("-", "_") for name in known} | set(ALLOWED) | {ARGUMENTS}
+    parts = [part.partition("\n## ")[0] for part in re.split(r"^Not here", PAGE, flags=re.MULTILINE)[1:]]
+    lacking = {name for part in parts for name in re.findall(r"`([a-z_0-9]+)`", re.split(r"\n\n(?!- )", part)[0])}
+    both = {name for name in lacking if here & {name, name.removeprefix("vllm_"), name.removeprefix("apply_")}}
+    assert len(lacking) > 120 and both == set(OTHERS), both
 
 
 # Arguments of RL2's configs (ppo, fsdp, sft, rm, dpo, simpo, orpo) and public names of RLite, as published in 2025.

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import rl_fn
+from rl_bridge.modules.comparison import PREFERENCE_LOSSES
+from rl_bridge.pipelines.objective_options import ALGORITHMS
 from tests.repository.families import PAGE, page
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,10 @@ def test_the_first_page_is_one_screen():
     assert len(EXAMPLES[0].strip().splitlines()) <= 12
     status = README.split("## Status")[1].split("##")[0]
     assert len(re.findall(r"^\|", status, flags=re.MULTILINE)) == 2 + 5
+
+
+def test_losses_and_recipes_are_as_many_as_the_first_page_says():
+    assert f"{len(PREFERENCE_LOSSES)} preference losses, {len(ALGORITHMS)} policy recipes" in README
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

@@ -210,3 +210,9 @@ def test_the_critic_of_vapo_has_a_lambda_of_its_own():
 def test_behaviour_chooses_the_policy_under_the_ratio():
     got = rl_fn.components.VESPO(behaviour="old")(BATCH)
     np.testing.assert_allclose(got, np.where(BATCH.mask, of("vespo"), 0.0), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("term", "kind"), [("kl", rl_fn.components.KL), ("entropy", rl_fn.components.EntropyBonus)])
+def test_a_refused_coefficient_names_its_term(term, kind):
+    with pytest.raises(ValueError, match=rf"^{term}\.coef must not be negative, got -1\.0"):
+        kind(coef=-1.0)

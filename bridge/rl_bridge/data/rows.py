@@ -64,16 +64,17 @@ def answered_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> answered_row({"prompt": "1+1=", "answer": None})
     Traceback (most recent call last):
-    ValueError: answer must be text or a number to be compared (the reward 'exact'), got None
+    ValueError: answer must be text or a number to be compared (the reward 'exact'), got None; the row has \
+['answer', 'prompt']
 
     Raises:
         ValueError: with the field and what was expected.
     """
-    row = in_one_form(row, PROMPTS)
-    if not is_comparable(row.get("answer")):
-        answer = f"{row.get('answer')!r:.80}"
-        raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {answer}")
-    return policy_row(row)
+    read = policy_row(row)
+    if not is_comparable(read.get("answer")):
+        got = f"{read.get('answer')!r:.80}; the row has {sorted(map(str, row))}"
+        raise ValueError(f"answer must be text or a number to be compared (the reward 'exact'), got {got}")
+    return read
 
 
 def is_comparable(answer: Any) -> bool:
@@ -104,6 +105,8 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     field = response_field(row)
     if not missing(row, "prompt") and (field is not None or missing(row, "messages")):
         if field is None:
+            if empty := [name for name in RESPONSES if row.get(name) is not None]:
+                raise ValueError(f"{empty[0]} is empty: there is nothing to learn")
             names = ", ".join(map(repr, RESPONSES))
             raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
         prompt = _prompt(row["prompt"])
@@ -278,6 +281,7 @@ def read_rows(
 def refuse(bad: Sequence[str], total: int) -> None:
     """Raise ValueError for what is wrong with ``bad`` of ``total`` rows, if anything is: the first few in words."""
     if bad:
+        bad = _by_row(bad)
         # What is wrong with all of them is said once.
         same = len(bad) > 1 and len({reason.partition(": ")[2] for reason in bad}) == 1
         others = ", ".join(reason.partition(": ")[0] for reason in bad[1:SHOWN])
@@ -285,6 +289,18 @@ def refuse(bad: Sequence[str], total: int) -> None:
         count = len(bad) - (min(len(bad), SHOWN) if same else len(reasons))
         more = [f"and {count} more bad rows of {total}"] if count else []
         raise ValueError("; ".join([*reasons, *more]))
+
+
+def _by_row(reasons: Sequence[str]) -> list[str]:
+    """The reasons in the order of each file's rows, for a split has shuffled these."""
+    files: dict[str, int] = {}
+
+    def place(reason: str) -> tuple[int, int]:
+        match = re.match(r"(.*?)\brow (\d+)", reason)
+        name, number = ("", "0") if match is None else match.groups()
+        return files.setdefault(name, len(files)), int(number)
+
+    return sorted(reasons, key=place)
 
 
 def _fitting(reasons: Sequence[str]) -> list[str]:

@@ -191,7 +191,13 @@ class FileFactory:
     def __call__(self) -> Environment:
         """A new environment."""
         self.load()
-        return self._make[self.name]()
+        environment = self._make[self.name]()
+        if any(not callable(getattr(environment, method, None)) for method in ("reset", "step")):
+            raise ValueError(
+                f"{self.path}: {self.name}() returns an environment, with the methods reset and step; got "
+                f"{environment!r}"
+            )
+        return environment
 
     def load(self) -> None:
         """Load the file, unless this process has done so before. Threads that need the file wait for the first.

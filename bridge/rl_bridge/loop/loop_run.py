@@ -48,7 +48,7 @@ class Run:
     With ``resume`` the loop goes on from the newest checkpoint, with the same numbers to the bit, if ``state`` is whole
     and a step's random numbers are made of its number (``SamplingParams(seed=step)``). Another number of steps, and
     another sampling or reward of the logged groups than before, are named. ``samples_kept`` completions of
-    every ``samples_every`` steps are in completions.jsonl, with what the loss had of each token; 0 keeps none.
+    every ``samples_every`` steps (0: of none) are in completions.jsonl, with what the loss had of each token.
 
     >>> with Run("grpo", state=[policy, rows]) as run:  # doctest: +SKIP
     ...     for step in run.steps(200):

@@ -92,7 +92,8 @@ def folder_of(name: str, patterns: Sequence[str] = tuple(f"*{end}" for end in MO
     path = require_place(name)
     if path.is_dir():
         return path
-    folder = made(name, lambda: Path(snapshot_download(name, allow_patterns=list(patterns))))
+    what = f"there is no folder {name!r} here, and the hub says: "
+    folder = made(name, lambda: Path(snapshot_download(name, allow_patterns=list(patterns))), what)
     if (reason := _adapter(folder)) is not None:
         raise ValueError(f"no model can be loaded from {name!r}: {reason}")
     return folder

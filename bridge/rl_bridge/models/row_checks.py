@@ -458,7 +458,8 @@ class Fits:
             )
         more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
         if self.positions is not None and len(tokens) + self.new_tokens > self.positions:
-            raise ValueError(f"the row has {len(tokens)} tokens{more}; the model has {self.positions} positions")
+            less = more and ": a smaller --policy.sampling.max-new-tokens (max_new_tokens), or shorter rows"
+            raise ValueError(f"the row has {len(tokens)} tokens{more}; the model has {self.positions} positions{less}")
         if self.bound is not None and len(tokens) + self.new_tokens > self.bound:
             raise ValueError(
                 f"the row has {len(tokens)} tokens{more}; beyond {self.bound} tokens the model chooses its rotary "

@@ -188,7 +188,17 @@ class _Trial:
         fixed: dict[str, Any] = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
         fixed |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
         with torch.enable_grad():
-            losses = self._per_token(Batch(**fixed, logprobs=logprobs))  # type: ignore[arg-type]
+            try:
+                losses = self._per_token(Batch(**fixed, logprobs=logprobs))  # type: ignore[arg-type]
+            except TypeError as error:
+                if isinstance(self._loss, TorchLoss) or not all(word in str(error) for word in ("Tensor", "Tracer")):
+                    raise
+                function = self._loss.function
+                where = f"{function.path}: " if isinstance(function, FileFunction) else ""
+                raise TypeError(
+                    f"{where}the loss {self._name} gets JAX's arrays and calls PyTorch with them: write @torch_loss "
+                    "(of rl_bridge) above a function of PyTorch, or take jax.numpy"
+                ) from error
             if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
                 shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
                 raise ValueError(

@@ -1,6 +1,7 @@
 """A reward function: loaded from the user's file, called in the form that its parameters show, every value checked."""
 
 import copy
+import difflib
 import inspect
 import math
 import re
@@ -371,6 +372,10 @@ def short(value: Any, characters: int = 300) -> str:
     return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"
 
 
+KINDS = ("exact", "environment", "model:FOLDER", "judge:FILE.toml", "http(s)://…")
+"""The names of rewards that are no function of a file."""
+
+
 def load_reward(source: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
     """The function that ``FILE.py:function`` names. The file can import the modules that lie beside it.
 
@@ -382,7 +387,11 @@ def load_reward(source: str, files: dict[Path, ModuleType] | None = None) -> Cal
     """
     match = re.fullmatch(r"(.+\.py):([A-Za-z_]\w*)", source)
     if match is None:
-        raise ValueError(f"a reward is named FILE.py:function, got {source!r}")
+        near = difflib.get_close_matches(source.partition(":")[0], [kind.partition(":")[0] for kind in KINDS])
+        hint = (
+            f"; did you mean {' or '.join(kind for kind in KINDS if kind.partition(':')[0] in near)}?" if near else ""
+        )
+        raise ValueError(f"a reward is {', '.join(KINDS)} or FILE.py:function, got {source!r}{hint}")
     path, files = Path(match[1]), {} if files is None else files
     if path not in files:
         files[path] = load_file(path, "reward")

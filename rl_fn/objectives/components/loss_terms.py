@@ -56,7 +56,7 @@ class KL(Component):
 
     def __post_init__(self) -> None:
         require(self.estimator in KL_ESTIMATORS, f"estimator must be one of {KL_ESTIMATORS}, got {self.estimator!r}")
-        check_numbers(NOT_NEGATIVE, coef=self.coef)
+        check_numbers(NOT_NEGATIVE, **{"kl.coef": self.coef})
 
     def estimate(self, batch: Batch) -> jax.Array:
         """Return the estimate per token, without the coefficient."""
@@ -84,7 +84,7 @@ class EntropyBonus(Component):
     equation = "−{coef}·H"
 
     def __post_init__(self) -> None:
-        check_numbers(NOT_NEGATIVE, coef=self.coef)
+        check_numbers(NOT_NEGATIVE, **{"entropy.coef": self.coef})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,17 @@ SOURCES = [
     ("one twice", ("--reward judged.py:score judged.py:score",), ("two rewards", "score")),
     ("fewer weights", ("--reward a=exact b=judged.py:score", "--reward-weights 1"), ("weights", "a", "b")),
     ("more weights", ("--reward-weights 1 2",), ("weights", "2 weights")),
+    ("more weights of one number", ("--policy.scalar.weights 1 2",), ("--policy.scalar.weights", "2 numbers")),
+    (
+        "an ideal point of two",
+        ("--policy.scalar.method tchebycheff", "--policy.scalar.ideal 1 1"),
+        ("--policy.scalar.ideal", "2 numbers"),
+    ),
+    (
+        "more weights of the objective",
+        ("objective:gdpo", "--objective.weights 1 2"),
+        ("--objective.weights", "2 numbers"),
+    ),
     ("weights of text", ("--reward-weights good",), ("reward-weights", "good")),
     ("weights NaN", ("--reward-weights nan",), ("reward-weights", "nan")),
     ("another protocol", ("--reward-protocol trl2",), ("reward-protocol", "trl2", "trl")),

@@ -7,7 +7,7 @@ import pytest
 
 from rl_bridge.common.terminal import remarks
 from rl_bridge.data.messages import in_one_form, tools_of
-from rl_bridge.data.rows import RESPONSES, answered_row, policy_row, read_rows, supervised_row
+from rl_bridge.data.rows import RESPONSES, answered_row, policy_row, read_rows, refuse, supervised_row
 from rl_bridge.models.encoding import conversation_of, encode_row
 from rl_bridge.rewards.sources import exact_match
 from tests.support.chat_templates import bytes_tokenizer
@@ -152,6 +152,7 @@ def test_the_messages_of_a_row_to_sample_from_are_its_prompt():
         ({"prompt": "a", "response": [SYSTEM, REPLY]}, "response holds the assistant's messages, got roles ['system'"),
         ({"prompt": "a", "response": [USER]}, "response has no message of the assistant"),
         ({"prompt": ["a"] * 100, "response": "b"}, "['a', 'a'"),
+        *(({"prompt": "a", name: ""}, f"{name} is empty: there is nothing to learn") for name in RESPONSES),
     ],
 )
 def test_what_is_wrong_with_a_supervised_row(row, message):
@@ -172,6 +173,29 @@ def test_what_is_wrong_with_a_supervised_row(row, message):
 def test_what_is_wrong_with_a_row_to_sample_from(row, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         policy_row(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            {"question": "1+1=", "solution": "2"},
+            "field 'prompt' is missing or empty; the row has ['question', 'solution']",
+        ),
+        ({"prompt;answer": "1+1=;2"}, "field 'prompt' is missing or empty; the row has ['prompt;answer']"),
+        ({"prompt": "1+1=", "solution": "2"}, "'exact'), got None; the row has ['prompt', 'solution']"),
+        ({"prompt": "1+1=", "answer": ["2"]}, "'exact'), got ['2']; the row has ['answer', 'prompt']"),
+    ],
+)
+def test_a_row_of_other_columns_is_told_of_its_prompt_first_and_of_its_columns(row, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        answered_row(row)
+
+
+def test_rows_that_a_split_has_shuffled_are_refused_in_the_order_of_each_file():
+    places = ["b.jsonl, row 12", "a.jsonl, row 3", "b.jsonl, row 2", "row 9"]
+    with pytest.raises(ValueError, match=r"^b.jsonl, row 2: 2; b.jsonl, row 12: 0; a.jsonl, row 3: 1; row 9: 3$"):
+        refuse([f"{place}: {number}" for number, place in enumerate(places)], 9)
 
 
 def test_messages_in_csv_are_json_text(tmp_path):

@@ -96,6 +96,12 @@ def test_a_function_of_the_messages_is_rl2_s(folder, name):
     assert environment.reset({"prompt": chat}) == tuple(chat)
 
 
+def test_a_function_that_returns_no_environment_is_named(folder):
+    (folder / "one.py").write_text("def make():\n    return 1\n")
+    with pytest.raises(ValueError, match=r"one\.py: make\(\) returns an environment, with .* reset and step; got 1$"):
+        load_environment(f"{folder}/one.py:make")()
+
+
 def test_an_empty_list_says_nothing_more():
     assert Interact(lambda messages: []).step([{"role": "user", "content": "q"}]) == Step(messages=[])
 

@@ -383,6 +383,17 @@ def trial_of_three():
 
 
 @pytest.mark.parametrize(
+    "body", ["torch.exp(x)", "torch.where(x > 0, x, 0.0)", "torch.clamp(x, 0.0)", "x * torch.ones(3, 6)"]
+)
+def test_a_loss_in_pytorch_without_its_word_is_told_the_word(tmp_path, body):
+    (tmp_path / "losses.py").write_text(
+        f"import torch\n\ndef plain(batch):\n    x = batch.logprobs\n    return {body}\n"
+    )
+    with pytest.raises(TypeError, match=r"losses\.py: the loss .*plain.* calls PyTorch .* write @torch_loss"):
+        check_loss(load_loss(f"{tmp_path}/losses.py:plain"))
+
+
+@pytest.mark.parametrize(
     "source, words",
     [
         ("losses.py", "a loss is named FILE.py:name"),

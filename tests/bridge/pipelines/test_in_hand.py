@@ -6,13 +6,14 @@ from functools import partial
 import pytest
 
 from rl_bridge import Mesh, Model
+from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.common.terminal import remark, remarks
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_bridge.rewards import exact_match
 from rl_train.policy import run_policy
 from rl_train.policy_configs import quickstart
-from rl_train.policy_inputs import PolicyInputs
+from rl_train.policy_inputs import PolicyInputs, settled
 from rl_train.policy_options import PolicyPipeline
 from tests.support.chat_templates import bytes_tokenizer
 
@@ -79,6 +80,33 @@ def test_statistics_of_a_batch_that_is_split_are_refused_before_a_run_begins(opt
     with pytest.raises(ValueError, match="kl_cov reads statistics of the whole batch, which is split over 2 workers"):
         run_policy(options, read=read)
     assert not list(options.output.iterdir())
+
+
+def two(completion, row):
+    return {"right": 1.0, "short": 0.0}
+
+
+NUMBERS = {
+    "--policy.scalar.weights": ("grpo", {"weights": (1.0, 2.0, 3.0)}, {}),
+    "--policy.scalar.ideal": ("grpo", {"method": "tchebycheff", "ideal": (1.0, 1.0, 1.0)}, {}),
+    "--objective.weights": ("gdpo", {}, {"weights": (1.0, 2.0, 3.0)}),
+}
+
+
+@pytest.mark.parametrize("reward", [exact_match, two])
+@pytest.mark.parametrize("option", NUMBERS)
+def test_numbers_that_are_not_one_a_reward_are_refused_before_a_run_begins(options, option, reward):
+    """A paid rollout would come first; and a function of several rewards shows their names when it is tried."""
+    algorithm, scalar, own = NUMBERS[option]
+    options = replace(
+        options,
+        objective=objective_options(algorithm, **own),
+        policy=replace(options.policy, prompts_per_step=1, scalar=ScalarOptions(**scalar)),
+    )
+    model, rows = model_of(character_tokenizer("0123456789+=")), [{"prompt": "1+1=", "answer": "2"}]
+    inputs = PolicyInputs.of(options, model, rows, rows, reward)
+    with pytest.raises(ValueError, match=rf"{option} has 3 numbers.* the rewards are (reward|right, short): "):
+        settled(options, inputs)
 
 
 def test_inputs_are_read_once_the_processes_are_there(options):

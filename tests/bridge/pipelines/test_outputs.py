@@ -167,7 +167,7 @@ def test_a_reward_that_fails_names_file_and_row_and_leaves_nothing_half_written(
 MISTAKES = {
     "data": ({"--data": "absent.jsonl"}, "no such file: absent.jsonl"),
     "reward": ({"--reward": "absent.py:f"}, "no such reward file: absent.py"),
-    "form": ({"--reward": "absent"}, "a reward is named FILE.py:function, got 'absent'"),
+    "form": ({"--reward": "absent"}, "FILE.py:function, got 'absent'"),
     "model": ({"--model": "no/such/folder/here"}, "no model can be loaded from 'no/such/folder/here'"),
     "held out": ({"--data": None, "--held-out": 9000}, "cannot hold out 9000 distinct prompts of 8100 rows"),
 }

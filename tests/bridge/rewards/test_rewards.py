@@ -34,9 +34,22 @@ def test_a_reward_file_may_define_dataclasses(reward_file):
     assert load_reward(f"{path}:score")("", ROW) == 0.5
 
 
-@pytest.mark.parametrize("source", ["reward", "reward.py", "reward.py:", "reward.txt:score", "reward.py:a.b", ":score"])
-def test_a_source_of_another_form(source):
-    with pytest.raises(ValueError, match=re.escape(f"a reward is named FILE.py:function, got {source!r}")):
+KINDS = "a reward is exact, environment, model:FOLDER, judge:FILE.toml, http(s)://… or FILE.py:function, got "
+SOURCES = ("reward", "reward.py", "reward.py:", "reward.txt:score", "reward.py:a.b", ":score", "", "ftp://x/y")
+
+
+@pytest.mark.parametrize(
+    ("source", "near"),
+    [
+        *((source, "") for source in SOURCES),
+        ("exakt", "; did you mean exact?"),
+        ("enviroment", "; did you mean environment?"),
+        ("modle:runs/x", "; did you mean model:FOLDER?"),
+        ("jugde:a.toml", "; did you mean judge:FILE.toml?"),
+    ],
+)
+def test_a_source_of_another_form(source, near):
+    with pytest.raises(ValueError, match=re.escape(f"{KINDS}{source!r}{near}") + "$"):
         load_reward(source)
 
 

@@ -2,10 +2,13 @@
 
 import errno
 import io
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import version
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -35,10 +38,13 @@ REFUSED = {
     "threads": (["--threads", "0"], "threads must be at least 1, got 0"),
     "temperature": (["--policy.sampling.temperature", "nan"], "policy.sampling: temperature must be 0, for"),
     "infinite": (["--policy.sampling.temperature", "inf"], "policy.sampling: temperature must be 0, for"),
-    "rate": (["--optimizer.learning-rate", "nan"], "learning_rate"),
+    "rate": (["--optimizer.learning-rate", "nan"], "optimizer: need a finite learning_rate > 0"),
+    "coefficient": (["--objective.kl.coef", "-1"], "kl.coef must not be negative, got -1.0"),
+    "coefficient of entropy": (["--objective.entropy.coef", "-1"], "entropy.coef must not be negative, got -1.0"),
+    "seed": (["--seed", "-1"], "seed must be from 0 to 2³² − 1, got -1"),
     "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef must be a number, got nan"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
-    "output": (["--output"], "output"),
+    "output": (["--output"], "Missing value for argument '--output'"),
 }
 
 
@@ -49,7 +55,12 @@ def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words,
         parse(quickstart(), given, prog="rl-fn train policy")
     assert stopped.value.code == 2
     printed = capsys.readouterr()
-    assert message in " ".join((printed.err + printed.out).replace("│", " ").split())
+    text = " ".join((printed.err + printed.out).replace("│", " ").split())
+    assert text.count(message) == 1 and "Pipeline" not in text
+
+
+class _OfOurs(TypeError):
+    pass
 
 
 class Own(Exception):
@@ -82,6 +93,7 @@ EXPECTED = {
     "a dead rank": (WorkerDied("rank 1, process 7, was killed"), "WorkerDied: rank 1, process 7, was killed"),
     "memory": (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory"),
     "nothing said": (MemoryError(), "MemoryError"),
+    "of a private class": (_OfOurs("no reader"), "TypeError: no reader"),
     "in a worker": (worker_error(1, "train_step", ValueError("bad row"), "Traceback …"), "bad row"),
 }
 
@@ -211,6 +223,8 @@ MISSPELT = {
     "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
     "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
+    "train preference loss:bradley-terry": "loss:bradley-terry is of train reward-model; here there are loss:",
+    "train reward-model loss:dpo": "loss:dpo is of train preference; here there are loss:",
     "train preference --preference.shift-momentum 0.5": "did you mean --loss.shift-momentum?",
 }
 
@@ -237,6 +251,37 @@ def test_what_prints_words_alone_imports_no_library_of_models():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: rl-fn train") and f"rl-fn {version('rl-fn')}" in done.stdout
+
+
+WITHOUT_TORCH = [
+    "train sft",
+    "train policy --help",
+    "train preference --help-all",
+    "report x",
+    "plan policy",
+    "tune policy",
+    "export x --to tensorboard",
+    "quantize --help",
+    "check trl",
+]
+
+
+@pytest.mark.long
+def test_without_pytorch_a_command_names_the_extra_that_has_it():
+    """``pip install .`` installs the command too."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text("utf-8"))["project"]
+    names = [re.split(r"[^\w-]", line)[0].replace("-", "_") for line in project["optional-dependencies"]["bridge"]]
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({names})\n"
+        "from rl_tools.cli import main\n"
+        f"for words in {WITHOUT_TORCH}: assert main(words.split()) == 1; print('behind', words, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    lines = done.stderr.splitlines()
+    assert lines[1::2] == [f"behind {words}" for words in WITHOUT_TORCH], done.stderr
+    line = re.compile(r"rl-fn: error: this command needs (\w+), which is not installed: pip install '\.\[bridge\]'")
+    matches = [line.fullmatch(text) for text in lines[::2]]
+    assert all(match is not None and match[1] in names for match in matches), done.stderr
 
 
 def finished(*_):

@@ -129,11 +129,17 @@ def test_errors_of_weights_by_precision(folder):
         (("verify", "-m", "M", "--most", "0.05"), "nothing reads --most: give --engine in_process or vllm"),
         (("verify", "-m", "M", "--engine", "none", "--prompts", "P"), "nothing reads --prompts"),
         (("profile", "-q", "M", "-o", "x"), "give --model"),
+        (("setup", "--fn", "int8", "-p", "P", "-o", "x"), "prompts.jsonl is no profile of rl-fn quantize profile"),
+        (
+            ("setup", "--fn", "int8", "-p", "T", "-o", "x"),
+            "two.jsonl is no profile of rl-fn quantize profile, one JSON",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(command, folder, tmp_path, words, message):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
-    named = {"M": folder, "P": tmp_path / "prompts.jsonl"}
+    (tmp_path / "two.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
+    named = {"M": folder, "P": tmp_path / "prompts.jsonl", "T": tmp_path / "two.jsonl"}
     status, _, err = command(*(named.get(word, word) for word in words))
     assert status == 1
     assert message in err

@@ -1,6 +1,7 @@
 """Run files on the command line: a dry run, a plan, a study."""
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,7 +12,7 @@ from rl_bridge.common.terminal import remarks
 from rl_bridge.models.small import TinySource
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
-from rl_tools.trainers import TRAINERS, config_of
+from rl_tools.trainers import TRAINERS, config_of, expanded
 from rl_train.policy_configs import quickstart
 
 SMALL = {
@@ -81,8 +82,29 @@ def test_a_plan_is_of_a_run_file_with_options_over_it(tmp_path, capsys):
         assert "4 prompts of 6 tokens, 4 completions each of 5; micro-batches of 99 tokens" in capsys.readouterr().out
     assert main(["plan", str(tmp_path), "--no-knobs", "--micro-batch-tokens", "98"]) == 0
     assert "micro-batches of 98 tokens" in capsys.readouterr().out
-    assert main(["plan", str(tmp_path / "nothing"), "--no-knobs"]) == 1
-    assert "give a trainer, one of sft" in capsys.readouterr().err
+
+
+NOT_ONE = {
+    "": "give a trainer, one of sft, ",
+    "--no-knobs": "give a trainer, one of sft, ",
+    "runs/nothere": "'runs/nothere' is no trainer (sft, ",
+    "rows.jsonl": "'rows.jsonl' is no trainer (sft, ",
+    "polcy": "no folder with run.toml; did you mean policy?",
+}
+
+
+@pytest.mark.parametrize("words", NOT_ONE)
+def test_what_is_neither_a_trainer_nor_a_run_is_named(words):
+    with pytest.raises(ValueError, match=re.escape(NOT_ONE[words])):
+        expanded(words.split())
+
+
+@pytest.mark.parametrize("line", ["policy = 3", "policy.sampling = 3", 'rollout = "vllm"'])
+def test_a_table_of_options_is_no_value(line, tmp_path):
+    (tmp_path / "run.toml").write_text(f'trainer = "policy"\n{line}\n')
+    name = line.partition(" = ")[0]
+    with pytest.raises(ValueError, match=rf"run\.toml: {name} is a table, with {name}\.[a-z.-]+ and others; got "):
+        expanded([str(tmp_path)])
 
 
 def test_a_study_has_the_options_of_a_file_but_its_own(tmp_path, monkeypatch):
