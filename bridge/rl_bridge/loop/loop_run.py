@@ -16,7 +16,8 @@ from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.data import Part, Rows, changed
+from rl_bridge.loop.changes import Part, changed
+from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
 from rl_bridge.loop.scored import Metrics, Scored
 from rl_bridge.loop.trained import Policy

@@ -14,7 +14,8 @@ from rl_bridge.engines.engine import Turns
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model, any_row, draw, in_hand, name_unread
+from rl_bridge.loop.changes import draw
+from rl_bridge.loop.data import Model, any_row, in_hand, name_unread
 from rl_bridge.loop.groups import Groups
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.parallel.config import ParallelConfig

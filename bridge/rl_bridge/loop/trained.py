@@ -31,7 +31,8 @@ from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
+from rl_bridge.loop.changes import change, draw
+from rl_bridge.loop.data import NLL, Model, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import (

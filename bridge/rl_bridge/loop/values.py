@@ -11,7 +11,8 @@ from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Turns
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import Model, change
+from rl_bridge.loop.changes import change
+from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored, require_no_temperature
 from rl_bridge.loop.trained import selected

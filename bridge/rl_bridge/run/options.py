@@ -101,7 +101,7 @@ def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], witho
             raise ValueError(f"{name}={value!r} has no effect {without}")
 
 
-def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
     """Refuse an argument of a call that is no object of its kind.
 
     >>> require_kind("steps", 3, int, "a whole number")
