@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
@@ -152,6 +153,7 @@ class ScalarOptions:
 
     def __post_init__(self) -> None:
         """Refuse an ideal point without its method, the method without its point, and a negative ρ."""
+        check_options(self)
         if not 0 <= self.rho < float("inf"):
             raise ValueError(f"rho must be finite and not negative, got {self.rho}")
         if (self.ideal is not None) != (self.method == "tchebycheff"):
@@ -248,6 +250,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be counted, sampled or estimated."""
+        check_options(self)
         counted = ("steps", "prompts_per_step", "updates_per_step", "evaluate_every")
         if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given, remark, tell
 from rl_bridge.data.census import SAME_PROMPT, Census, SourceCensus
 from rl_bridge.data.messages import require_characters
@@ -54,6 +55,7 @@ class LoRAOptions:
 
     def __post_init__(self) -> None:
         """Refuse a rank or a scale that no adapter has, and constants without a rank."""
+        check_options(self)
         if self.rank < 0 or not (self.alpha is None or self.alpha > 0) or not self.target_modules:
             raise ValueError(
                 f"need rank ≥ 0, alpha > 0 and target_modules, got {given(self, 'rank', 'alpha', 'target_modules')}"

@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.scalars import FLOAT32
 
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
@@ -156,6 +157,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse numbers that are none, a name that leaves ``output``, counts below 1, and unknown trackers."""
+        check_options(self)
         require_finite(self)
         plain = self.name == self.name.strip() and self.name.isprintable() and not self.name.startswith(".")
         if not plain or re.fullmatch(r"[^/\\]{1,200}", self.name) is None:
