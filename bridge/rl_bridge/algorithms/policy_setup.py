@@ -18,6 +18,7 @@ from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import require_micro_batches, require_whole_batch
+from rl_bridge.rewards.rewards import require_weight
 from rl_bridge.run.options import require_used
 from rl_fn import Objective
 from rl_fn.objectives.components import (
@@ -161,6 +162,7 @@ class ScalarOptions:
                 f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
             )
         if self.method != "tchebycheff":
+            require_weight(self.weights or ())
             require_used(self, ("rho",), "without --policy.scalar.method tchebycheff", part="policy.scalar")
 
     def combine(
@@ -219,7 +221,7 @@ class PolicyConfig:
     sampling: SamplingParams
     """How completions are drawn. The seed of a step is the run's."""
     updates_per_step: int = 1
-    """Parts of a step's completions, each with an update of its own."""
+    """Parts of a step's completions, each with an update of its own: at most as many as completions."""
     evaluate_every: int = 25
     """Steps from one evaluation on the held-out rows to the next."""
     sampling_rounds: int = 1
@@ -260,6 +262,12 @@ class PolicyConfig:
             raise ValueError(f"reference_share must be in (0, 1], got {self.reference_share}")
         if self.reference_every is None:
             require_used(self, ("reference_share",), "without --policy.reference-every", part="policy")
+        completions = self.prompts_per_step * self.sampling.n
+        if self.updates_per_step > completions:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} are parts of a step's completions, and there are "
+                f"{self.prompts_per_step} · {self.sampling.n} = {completions}: at most one update a completion"
+            )
         if self.critic_warmup < 0:
             raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
         if self.critic_warmup >= self.steps:
