@@ -1,12 +1,13 @@
-"""Options of another kind than their annotation: choices, numbers, flags, texts and other options, each by its name."""
+"""Options and arguments of another kind than their annotation: choices, numbers, texts, objects, each by its name."""
 
 import functools
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_WORDS: dict[Any, tuple[Any, str]] = {
+_NUMBERS: dict[Any, tuple[Any, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
@@ -14,6 +15,8 @@ _WORDS: dict[Any, tuple[Any, str]] = {
     NoneType: (NoneType, ""),
 }
 """Kind of an annotation → the class of its values, and its words. True and False are no numbers."""
+_SEVERAL: dict[Any, tuple[Any, str]] = {Sequence: (Iterable, "a list"), Mapping: (Mapping, "a dictionary")}
+"""Kinds of several objects: an array of NumPy is a list, too."""
 
 _hints = functools.cache(get_type_hints)
 
@@ -21,7 +24,7 @@ _hints = functools.cache(get_type_hints)
 def check_options(options: Any) -> None:
     """Refuse an option of another kind than its annotation, which the command line refuses where it is read.
 
-    Paths, tuples and dictionaries are not looked at.
+    Paths, tuples, functions and what is in a list are not looked at.
 
     >>> from rl_bridge.modules.trainable import OptimizerConfig
     >>> check_options(OptimizerConfig(learning_rate=1e-3))
@@ -32,6 +35,17 @@ def check_options(options: Any) -> None:
     """
     for option in fields(options):
         check_argument(option.name, getattr(options, option.name), _hints(type(options))[option.name])
+
+
+def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a call as ``check_options`` refuses options. ``arguments``: ``locals()`` as the call begins.
+
+    Raises:
+        TypeError, ValueError: as for ``check_options``.
+    """
+    for name, annotation in _hints(function).items():
+        if name in arguments:
+            check_argument(name, arguments[name], annotation)
 
 
 def check_argument(name: str, value: Any, annotation: Any) -> None:
@@ -45,19 +59,28 @@ def check_argument(name: str, value: Any, annotation: Any) -> None:
         TypeError, ValueError: as for ``check_options``.
     """
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    words, choices = [], []
+    words, choices, of_objects = [], [], False
     for kind in kinds:
-        if get_origin(kind) is Literal:
+        key = get_origin(kind) or kind
+        if key is Literal:
             choices += get_args(kind)
             if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
                 return
-        elif kind in _WORDS or (isinstance(kind, type) and is_dataclass(kind)):
-            of_kind, in_words = _WORDS.get(kind) or (kind, f"{kind.__name__}(…)")
-            if isinstance(value, of_kind) and not (isinstance(value, bool) and kind in (int, float)):
+        elif key in _NUMBERS or key in _SEVERAL or _is_own(key):
+            of_kind, in_words = (_NUMBERS | _SEVERAL).get(key) or (key, f"{key.__name__}(…)")
+            if isinstance(value, of_kind) and not (isinstance(value, bool) and key in (int, float)):
                 return
             words += [in_words] if in_words else []
+            of_objects = of_objects or key not in _NUMBERS
         else:
             return
     expected = " or ".join([*words, *([f"one of {', '.join(map(str, choices))}"] if choices else [])])
+    text = f"{type(value).__name__} {repr(value)[:80]}" if of_objects else repr(value)
     error = TypeError if words else ValueError
-    raise error(f"{name} is {expected}, got {value!r}")
+    raise error(f"{name} is {expected}, got {text}")
+
+
+def _is_own(kind: Any) -> bool:
+    """Whether this is a class of these packages, and no protocol, which objects of any class may have."""
+    own = isinstance(kind, type) and kind.__module__.partition(".")[0] in ("rl_bridge", "rl_fn", "rl_train")
+    return own and not getattr(kind, "_is_protocol", False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
@@ -150,6 +151,7 @@ def tiny_model(rows: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Model:
     Raises:
         ValueError: rows whose prompts are messages, for which a model with a chat template is needed.
     """
+    check_call(tiny_model, locals())
     return Model(*new_for_rows(rows, seed=seed))
 
 
@@ -185,6 +187,7 @@ def preference_loss(
     Raises:
         ValueError: no such loss, or a constant that the loss does not take.
     """
+    check_call(preference_loss, locals())
     own: dict[str, Any] = {"average": average, "wpo": wpo, "shift_momentum": shift_momentum}
     return ComparisonLoss(name=name, constants=constants, **own)
 
@@ -291,6 +294,7 @@ class Rows:
         Raises:
             ValueError: rows that no model reads, with the number of the row.
         """
+        check_call(Rows.__init__, locals())
         rows = in_hand(rows, any_row) if collate is None else rows
         self.stream = RowStream(rows, seed)
         self.rows: Sequence[Any] = rows
@@ -423,6 +427,7 @@ def load_rows(
     require_kind("data", data, (str, Callable, Iterable), "a file, a folder, a hub data set, a reader or rows")
     require_kind("model", model, (Model, NoneType), "one of load_model(…)")
     require_kind("loss", loss, (NLL, ComparisonLoss, NoneType), 'NLL() or preference_loss("dpo"), none for prompts')
+    check_call(load_rows, locals())
     census, reader = SourceCensus(), reader_fingerprint(data)  # before a call, which may change it
     if loss is None:
         encoding = {"max_length": max_length, "apply_chat_template": apply_chat_template}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rl_bridge.algorithms.completions import completions
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import tools_of
 from rl_bridge.data.rows import missing
@@ -54,7 +55,7 @@ class Rollout:
     ) -> None:
         require_kind("model", model, Model, "one of load_model(…)")
         options = RolloutOptions() if options is None else options
-        require_kind("options", options, RolloutOptions, "RolloutOptions(…)")
+        check_call(Rollout.__init__, locals())
         executor = current_executor()
         self.model, self.exact, self._budget = model, options.exact, options.budget()
         mesh, self.turns = Mesh(replicate=len(executor.slots)), turns

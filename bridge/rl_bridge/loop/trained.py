@@ -23,6 +23,7 @@ from rl_bridge.algorithms.policy_setup import (
 )
 from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
 from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.rows import supervised_row
@@ -111,6 +112,7 @@ class Policy(Scored):
         learnt = "an objective: rl_fn.recipes.grpo(), preference_loss(…), NLL()"
         require_kind("objective", objective, (rl_fn.Objective, ComparisonLoss, NLL), learnt)
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
+        check_call(Policy.__init__, locals())
         self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
@@ -450,6 +452,7 @@ def controlled_terms(objective: rl_fn.Objective, control: Mapping[str, rl_fn.Con
     """
     terms: dict[str, Controlled] = {}
     for name, controller in control.items():
+        require_kind(f"control[{name!r}]", controller, rl_fn.Controller, "a controller, as rl_fn.linear_kl(…)")
         term = getattr(objective, name) if name in CONTROLLED else None
         if term is None:
             raise ValueError(

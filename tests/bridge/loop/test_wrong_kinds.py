@@ -105,7 +105,7 @@ CALLED = {
     "critic.score": ("a model scores a batch of groups", lambda x, critic, **_: critic.score(x)),
     "critic.update": ("a model scores a batch of groups", lambda x, critic, **_: critic.update(x)),
     "judge.update": ("batch is comparisons", lambda x, judge, **_: judge.update(x)),
-    "greedy": ("greedy is groups", lambda x, groups, **_: groups.score(len, greedy=x)),
+    "greedy": ("greedy is Groups(…), got ", lambda x, groups, **_: groups.score(len, greedy=x)),
     "with_advantages": ("advantages are of an objective", lambda x, groups, **_: groups.batch().with_advantages(x)),
 }
 
