@@ -203,8 +203,11 @@ def in_hand(
     [{'role': 'user', 'content': '1+1'}]
 
     Raises:
+        TypeError: a ``Rows`` object, of which rows are taken.
         ValueError: with the row's number, the field and what was expected.
     """
+    if isinstance(rows, Rows):
+        raise TypeError("rows are taken of a Rows object step by step, and this is all of it: rows.take(n)")
     checked = []
     for number, row in enumerate(rows, 1):
         try:

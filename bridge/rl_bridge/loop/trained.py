@@ -33,7 +33,7 @@ from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.changes import change, draw
-from rl_bridge.loop.data import NLL, Model, in_hand
+from rl_bridge.loop.data import NLL, Model, Rows, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import (
@@ -204,7 +204,7 @@ class Policy(Scored):
         if isinstance(batch, TokenBatch | PairBatch):
             self.require_encoded(batch)
         if isinstance(self.objective, NLL):
-            if isinstance(batch, list):
+            if isinstance(batch, list | tuple | Rows) and not isinstance(batch, TokenBatch | PairBatch):
                 rows = in_hand(batch, supervised_row, self.model)
                 batch = supervised_batch(rows, partial(encode_row, self.model.tokenizer), self.model.pad_token)
             if not isinstance(batch, TokenBatch):
@@ -216,7 +216,7 @@ class Policy(Scored):
             return Metrics(comparison_update(self.engine, self.objective, batch, self._statistics), batch)
         if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
             way_on = ": groups.batch() makes a batch, once they are scored" if isinstance(batch, Groups) else ""
-            raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}{way_on}")
+            raise TypeError(f"{self.objective.name} does not learn from a {type(batch).__name__}{way_on}")
         self.require_batch(batch)
         require_group(self.objective, batch.groups.sampling.n, "n")
         computed, counted = selected(batch, self.objective)
@@ -271,7 +271,8 @@ class Policy(Scored):
             self._require_same_reference(batch)
             return evaluate_preference(self.engine, self.objective, batch)
         way_on = "; groups have held_out()" if isinstance(self.objective, rl_fn.Objective) else ""
-        raise TypeError(f"{self.objective} is not measured on a {type(batch).__name__}{way_on}")
+        name = getattr(self.objective, "name", self.objective)
+        raise TypeError(f"{name} is not measured on a {type(batch).__name__}{way_on}")
 
     @property
     def coefficients(self) -> dict[str, float]:

@@ -136,3 +136,21 @@ def test_a_rollout_in_process_has_two_precisions():
     tokenizer = character_tokenizer("0123456789+=")
     with pytest.raises(ValueError, match=r"^precision is one of fp32, int8, got 'int4'$"):
         InProcessRollout(TinySource.for_tokenizer(tokenizer, hidden=16), tokenizer, precision="int4")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"], ("all-linear",), ["q_proj", "v_proj"]], ids=str)
+def test_target_modules_are_spelt_as_peft_spells_them(targets):
+    """And what adapters there are does not depend on the spelling."""
+    options = LoRAOptions(rank=4, target_modules=targets)
+    expected = (targets,) if isinstance(targets, str) else tuple(targets)
+    assert options == LoRAOptions(rank=4, target_modules=expected) and options.target_modules == expected
+    tokenizer = character_tokenizer("0123456789+=")
+    source = TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2)
+    adapted = options.of(source, seed=0).target_modules
+    assert adapted == ("all-linear" if expected == ("all-linear",) else expected)
+
+
+@pytest.mark.parametrize("targets", [5, None, [5], {"q_proj": 1}], ids=str)
+def test_target_modules_are_texts(targets):
+    with pytest.raises(TypeError, match=r"^target_modules is ends of module names, as .*, got "):
+        LoRAOptions(rank=4, target_modules=targets)
