@@ -88,8 +88,7 @@ class Ahead:
         require_unpenalised(policy.objective, penalised=overlong_buffer is not None)
         rollout.require_lasting()
         policy.watch(rollout)
-        self._rollout = rollout
-        rollout.ahead = self
+        self._rollout, rollout.ahead = rollout, self
         self.rows, self._prompts, self._steps, self._sampling = rows, prompts, steps, sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
         self._of_groups["tokenizer"] = rollout.model.tokenizer

@@ -19,7 +19,7 @@ from rl_bridge.loop.changes import Part, changed
 from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
 from rl_bridge.loop.record_values import Measured, json_of, number_of, numbers_of
-from rl_bridge.loop.scored import Metrics, Scored
+from rl_bridge.loop.scored import AdamW, Metrics, Scored
 from rl_bridge.loop.trained import Policy
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.pipelines.placement import keep_threads
@@ -72,10 +72,10 @@ class Run:
         samples_kept: int = 4,
         observers: Sequence[Observer] = (),
     ) -> None:
-        if samples_every < 0 or samples_kept < 1:
-            raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {samples_every, samples_kept}")
         require_kind("state", state, Sequence, _LIST)
         check_call(Run.__init__, locals())
+        if samples_every < 0 or samples_kept < 1:
+            raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {samples_every, samples_kept}")
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
         for part in state:
@@ -109,6 +109,8 @@ class Run:
         counts = {"census": {f"rows {n}": vars(census) for n, census in enumerate(censuses, 1)}} if censuses else {}
         self._begin(options, fingerprints, observers, parts=parts, counts=lambda: counts)
         self._samples = {"every": samples_every, "kept": samples_kept}
+        for own, part in parts.items():
+            _remark_on_warmup(own, getattr(part, "optimizer", None))
         if censuses:
             tell(f"rows: {'; '.join(census.line() for census in censuses)}")
 
@@ -419,6 +421,18 @@ def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
                 raise ValueError(f"two objects of the state have a part {name!r}: a checkpoint would hold one of them")
             holders[name] = holder
     return holders
+
+
+def _remark_on_warmup(name: str, optimizer: Any) -> None:
+    """Say of an object's optimiser that its updates end before the learning rate is what the loop names."""
+    if isinstance(optimizer, AdamW) and 0 < optimizer.updates <= optimizer.warmup:
+        highest = optimizer.highest(optimizer.updates)
+        if highest < 1:
+            tell(
+                f"{name}: AdamW(warmup={optimizer.warmup}) is longer than the schedule, total={optimizer.total}: the "
+                f"learning rate comes to {highest * optimizer.learning_rate:.3g}, and never to "
+                f"{optimizer.learning_rate:g}"
+            )
 
 
 _LIST = "a list of the objects that change from step to step, as [policy, rows]"

@@ -70,6 +70,14 @@ class OptimizerConfig:
                 f"{given(self, 'beta1', 'beta2', 'weight_decay')}"
             )
 
+    def highest(self, updates: int) -> float:
+        """The largest share of the learning rate that a run of so many updates comes to.
+
+        >>> OptimizerConfig(learning_rate=1.0, warmup=100).highest(10)
+        0.1
+        """
+        return max(self.scale(0, updates), self.scale(updates - 1, updates))
+
     def scale(self, step: int, total: int) -> float:
         """The share of the learning rate that update ``step`` (from 0) of ``total`` is made with."""
         if step < self.warmup:

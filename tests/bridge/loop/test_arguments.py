@@ -57,7 +57,6 @@ OF_POLICY = {
 }
 OF_RUN = {
     "name": [5, None, Path("run")],
-    "output": [5, None],
     "resume": FLAGS,
     "resume_anyway": FLAGS,
     "checkpoint_every": [*COUNTS, 2.5],
@@ -161,13 +160,17 @@ def test_objects_in_each_other_s_place_are_named(objects):
         Ahead(objects.policy, objects.rollout, Rows(PROMPTS), len, SAMPLING, prompts=2, steps=2)
 
 
+class Watching(Observer):
+    """An observer that looks at nothing."""
+
+
 def test_what_is_logged_has_numbers_by_name(objects, tmp_path):
-    with Run("run", [Rows(PROMPTS)], output=tmp_path, observers=[Observer()]) as run:
+    with Run("run", [Rows(PROMPTS)], output=tmp_path, observers=[Watching()]) as run:
         for _ in run.steps(1):
             for wrong in ([1, 2], 5, None, "loss", Rows(PROMPTS), type(objects.groups)):
                 with pytest.raises(TypeError, match=r"^run\.log takes metrics of an update, groups, or a dictionary"):
                     run.log({"loss": 1.0}, wrong)
-            run.log({"loss": 1.0}, objects.groups)
+            run.log({"loss": 1.0}, objects.groups.score(lambda completion, row: 1.0))
 
 
 def test_numbers_of_numpy_and_lists_of_any_kind_are_taken(objects, model):
@@ -182,3 +185,55 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_taken(objects, model):
     with pytest.raises(ValueError) as refused:
         Reference(model, apart_from=(objects.rollout,))
     assert "apart_from is" not in str(refused.value)
+
+
+class Trained:
+    """An object of a run's state with an optimiser, without an engine."""
+
+    kind = "critic"
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def parts(self):
+        return {}
+
+    settings = fingerprints = parts
+
+
+def said_of(schedule, state, folder, capfd):
+    """Whether the beginning of a run names the schedule, by the object's kind."""
+    with Run("run", state, output=folder):
+        pass
+    line = f"AdamW(warmup={schedule['warmup']}) is longer than the schedule, total={schedule['total']}: the learning "
+    return f"{state[0].kind}: {line}" in "".join(capfd.readouterr())
+
+
+SCHEDULES = [
+    {"warmup": warmup, "total": total, **more}
+    for warmup in (0, 1, 9, 10, 11, 100)
+    for total in (1, 9, 10, 11, None)
+    for more in ({}, {"initial": 0.5}, {"initial": 1.0})
+    if warmup or not more
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_warmup_beyond_the_schedule_is_remarked_on(tmp_path, capfd, schedule):
+    """Where no update has the rate that the loop names, and nowhere else."""
+    optimizer = AdamW(1e-3, **schedule)
+    longest = max(optimizer.scale(step, optimizer.updates) for step in range(schedule["total"] or 1000))
+    assert said_of(schedule, [Trained(optimizer)], tmp_path, capfd) == (longest < 1)
+
+
+def test_every_trained_object_has_its_warmup_looked_at(model, tmp_path, capfd):
+    schedule = {"warmup": 100, "total": 10}
+    rate, loss = AdamW(1e-3, **schedule), preference_loss("bradley_terry")
+    for make in (
+        lambda: Policy(model, GRPO, rate),
+        lambda: Policy(model, NLL(), rate),
+        lambda: Critic(model, PPO, rate),
+        lambda: RewardModel(model, loss, rate),
+    ):
+        with make() as trained:
+            assert said_of(schedule, [trained], tmp_path, capfd)
