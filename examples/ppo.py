@@ -26,6 +26,8 @@ def main(
     critic_lr: float = 1e-5,
     critic_warmup: int = 10,
 ) -> None:
+    if steps <= critic_warmup:
+        raise ValueError(f"--steps {steps} with --critic-warmup {critic_warmup}: the policy would never be updated")
     init()
     source, rows, objective = load_model(model), load_rows(data), rl_fn.recipes.ppo()
     rollout = Rollout(source)

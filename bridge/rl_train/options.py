@@ -38,7 +38,7 @@ class RecipeOptions(TrainingOptions):
     def remark_on_warmup(self, updates: int, part: str = "optimizer", optimizer: OptimizerConfig | None = None) -> None:
         """Say where a run ends before its learning rate is what the options name."""
         config = self.optimizer if optimizer is None else optimizer
-        highest = max(config.scale(0, updates), config.scale(updates - 1, updates))
+        highest = config.highest(updates)
         if updates <= config.warmup and highest < 1:
             tell(
                 f"--{part}.warmup {config.warmup} is longer than the run (updates: {updates}): the learning rate "

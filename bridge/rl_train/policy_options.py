@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 import rl_fn
 from rl_bridge.algorithms.advantages import SEVERAL, require_rescored, with_reward_weights
 from rl_bridge.algorithms.policy_setup import PolicyConfig, require_objective
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
 from rl_bridge.modules.own_loss import check_loss
@@ -35,6 +36,7 @@ class WarmStart:
 
     def __post_init__(self) -> None:
         """Refuse counts that cannot be."""
+        check_options(self)
         if self.steps < 0 or self.rows_per_step < 1:
             raise ValueError(f"need steps ≥ 0 and rows_per_step ≥ 1, got {given(self, 'steps', 'rows_per_step')}")
 
@@ -46,6 +48,10 @@ class CriticOptions:
     model: str | None = None
     """Folder or hub id of a value or reward model. None: the policy's own trunk with a head of zeros."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, final=0.2)
+
+    def __post_init__(self) -> None:
+        """Refuse a model that is no text."""
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

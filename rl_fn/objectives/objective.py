@@ -21,7 +21,7 @@ from rl_fn.objectives.components import (
     EntropyBonus,
     ValueLoss,
 )
-from rl_fn.objectives.components.component import per_token, shown
+from rl_fn.objectives.components.component import check_function, got, per_token, shown
 
 
 class Selection(NamedTuple):
@@ -72,11 +72,13 @@ class Objective:
     strict: bool = True
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         advantage = self.advantage if isinstance(self.advantage, Advantage) else CustomAdvantage(self.advantage)
         object.__setattr__(self, "advantage", advantage)
-        object.__setattr__(self, "loss", per_token(self.loss))
+        object.__setattr__(self, "loss", per_token(self.loss, ("loss",)))
         if self.correction is not None:
-            object.__setattr__(self, "correction", per_token(self.correction, ("rollout_logprobs",)))
+            correction = per_token(self.correction, ("correction",), ("rollout_logprobs",))
+            object.__setattr__(self, "correction", correction)
         if self.strict:
             check_compatible(self)
 
@@ -290,6 +292,31 @@ class Objective:
             "H averaged by": self.entropy_aggregation,
         }
         return "\n".join([*lines, *(f"  {name} {part.explain()}" for name, part in named.items() if part is not None)])
+
+
+KINDS = {
+    "name": (str, "a text"),
+    "aggregation": (Aggregation, "Aggregation(mode)"),
+    "kl": (KL, "KL(estimator, coef)"),
+    "entropy": (EntropyBonus, "EntropyBonus(coef)"),
+    "reward_kl": (KL, "KL(estimator, coef)"),
+    "value": (ValueLoss, "ValueLoss(clip)"),
+    "dynamic_sampling": (DynamicSampling, "DynamicSampling(low, high)"),
+    "kl_aggregation": (Aggregation, "Aggregation(mode)"),
+    "entropy_aggregation": (Aggregation, "Aggregation(mode)"),
+    "strict": (bool, "True or False"),
+}
+"""The kind of each field that takes no function, in words too."""
+
+
+def check_kinds(o: Objective) -> None:
+    """Raise TypeError for a field that holds another kind of object, by its name."""
+    optional = {field.name for field in dataclasses.fields(o) if field.default is None}
+    for name, (kind, expected) in KINDS.items():
+        value = getattr(o, name)
+        if not isinstance(value, kind) and not (value is None and name in optional):
+            raise TypeError(f"{name} is {expected}, {got(value)}")
+    check_function("advantage", o.advantage, "an advantage component or a function of rewards", Advantage.slots)
 
 
 def check_compatible(o: Objective) -> None:

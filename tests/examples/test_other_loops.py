@@ -39,6 +39,12 @@ def test_reward_model(records, pairs):
     assert first["loss"] == pytest.approx(0.6931472) and second["loss"] < first["loss"]
 
 
+@pytest.mark.parametrize(("steps", "warmup"), [(10, 10), (3, 10), (1, 1)])
+def test_ppo_without_a_step_of_the_policy(problems, steps, warmup):
+    with pytest.raises(ValueError, match=f"^--steps {steps} with --critic-warmup {warmup}: the policy would never"):
+        ppo.main("no model", str(problems), steps=steps, critic_warmup=warmup)
+
+
 def test_ppo(records, problems, monkeypatch):
     monkeypatch.setattr(ppo, "reward", lambda completion, row: len(completion))
     sizes = {"prompts": 8, "max_new_tokens": 4, "updates": 2, "lr": 0.02, "critic_lr": 0.05, "critic_warmup": 1}

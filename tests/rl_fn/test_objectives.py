@@ -114,11 +114,9 @@ def test_jit_takes_the_objective_as_function_and_as_static_argument():
 def test_objectives_compare_by_value_and_pieces_by_class():
     assert rl_fn.recipes.grpo() == rl_fn.recipes.grpo() != rl_fn.recipes.grpo(clip_high=0.3)
     assert hash(rl_fn.recipes.grpo()) == hash(rl_fn.recipes.grpo())
-    assert rl_fn.components.Reinforce() != rl_fn.components.RLOOAdvantage()
-    a, b = (
-        rl_fn.recipes.rloo().replace(loss=loss)
-        for loss in (rl_fn.components.Reinforce(), rl_fn.components.RLOOAdvantage())
-    )
+    of_groups, of_batch = rl_fn.components.RLOOAdvantage(), rl_fn.components.OPOAdvantage()
+    assert of_groups != of_batch
+    a, b = (rl_fn.recipes.rloo().replace(advantage=advantage) for advantage in (of_groups, of_batch))
     assert a != b
     with pytest.raises(dataclasses.FrozenInstanceError):
         a.loss = rl_fn.components.PPOClip()

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 import rl_fn
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import require_micro_batches, require_whole_batch
+from rl_bridge.rewards.rewards import require_weight
 from rl_bridge.run.options import require_used
 from rl_fn import Objective
 from rl_fn.objectives.components import (
@@ -152,6 +154,7 @@ class ScalarOptions:
 
     def __post_init__(self) -> None:
         """Refuse an ideal point without its method, the method without its point, and a negative ρ."""
+        check_options(self)
         if not 0 <= self.rho < float("inf"):
             raise ValueError(f"rho must be finite and not negative, got {self.rho}")
         if (self.ideal is not None) != (self.method == "tchebycheff"):
@@ -159,6 +162,7 @@ class ScalarOptions:
                 f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
             )
         if self.method != "tchebycheff":
+            require_weight(self.weights or ())
             require_used(self, ("rho",), "without --policy.scalar.method tchebycheff", part="policy.scalar")
 
     def combine(
@@ -217,7 +221,7 @@ class PolicyConfig:
     sampling: SamplingParams
     """How completions are drawn. The seed of a step is the run's."""
     updates_per_step: int = 1
-    """Parts of a step's completions, each with an update of its own."""
+    """Parts of a step's completions, each with an update of its own: at most as many as completions."""
     evaluate_every: int = 25
     """Steps from one evaluation on the held-out rows to the next."""
     sampling_rounds: int = 1
@@ -248,6 +252,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be counted, sampled or estimated."""
+        check_options(self)
         counted = ("steps", "prompts_per_step", "updates_per_step", "evaluate_every")
         if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
@@ -257,6 +262,12 @@ class PolicyConfig:
             raise ValueError(f"reference_share must be in (0, 1], got {self.reference_share}")
         if self.reference_every is None:
             require_used(self, ("reference_share",), "without --policy.reference-every", part="policy")
+        completions = self.prompts_per_step * self.sampling.n
+        if self.updates_per_step > completions:
+            raise ValueError(
+                f"updates_per_step={self.updates_per_step} are parts of a step's completions, and there are "
+                f"{self.prompts_per_step} · {self.sampling.n} = {completions}: at most one update a completion"
+            )
         if self.critic_warmup < 0:
             raise ValueError(f"critic_warmup must be ≥ 0, got {self.critic_warmup}")
         if self.critic_warmup >= self.steps:

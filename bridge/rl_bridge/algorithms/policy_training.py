@@ -29,7 +29,13 @@ class Mismatch:
     """
 
     def __init__(self, objective: Objective, *, least_share: float) -> None:
-        """``least_share``: of the tokens as an effective sample, below which the alarm is 1."""
+        """``least_share``: of the tokens as an effective sample, below which the alarm is 1.
+
+        Raises:
+            ValueError: it is no share.
+        """
+        if not 0 <= least_share <= 1:
+            raise ValueError(f"least_effective_share must be from 0 to 1, got {least_share}")
         self._least_share, self._alarmed = least_share, False
         self._metrics = from_jax(mismatch_metrics)
         self._sample = from_jax(effective_sample_size)

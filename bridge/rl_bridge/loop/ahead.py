@@ -8,6 +8,7 @@ from typing import Any, Self
 import rl_fn
 from rl_bridge.algorithms.advantages import require_unpenalised
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
 from rl_bridge.environments import EnvironmentFactory
@@ -81,13 +82,13 @@ class Ahead:
         step_timeout: float = 60.0,
         processes: int = 0,
     ) -> None:
+        check_call(Ahead.__init__, locals())
         if not isinstance(policy.objective, rl_fn.Objective):
             raise ValueError(f"{policy.objective} learns from rows: nothing is drawn for it")
         require_unpenalised(policy.objective, penalised=overlong_buffer is not None)
         rollout.require_lasting()
         policy.watch(rollout)
-        self._rollout = rollout
-        rollout.ahead = self
+        self._rollout, rollout.ahead = rollout, self
         self.rows, self._prompts, self._steps, self._sampling = rows, prompts, steps, sampling
         self._of_groups: dict[str, Any] = {"pad_token": rollout.model.pad_token, "exact": rollout.exact}
         self._of_groups["tokenizer"] = rollout.model.tokenizer

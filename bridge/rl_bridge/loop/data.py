@@ -1,14 +1,16 @@
 """A loop's model and its rows: loaded, checked row by row, and taken in an order that a checkpoint keeps."""
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
@@ -20,7 +22,7 @@ from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, KeyMemory, UnreadColumns, remark_on_keys
-from rl_bridge.engines.engine import Engine
+from rl_bridge.loop.changes import change
 from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, marked, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
@@ -38,48 +40,11 @@ from rl_bridge.models.row_checks import (
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
-from rl_bridge.run.options import require_default
+from rl_bridge.run.options import require_default, require_kind
 from rl_bridge.run.provenance import UNDIVIDED, of_folder, of_rows
 from rl_bridge.run.run import Stateful
 
 Check = Callable[[Mapping[str, Any]], dict[str, Any]]
-
-# Changes between two steps: what a checkpoint must hold, and the order of draws and updates.
-
-_numbers = itertools.count()
-changed: "list[Part]" = []
-"""Objects that changed since the run's step began; the run looks whether its checkpoints have them."""
-
-
-def change(part: "Part") -> int:
-    """Note that an object changed; the number of this event in the life of the process."""
-    if not any(part is other for other in changed):
-        changed.append(part)
-    return next(_numbers)
-
-
-def draw() -> int:
-    """The number of a draw in the life of the process."""
-    return next(_numbers)
-
-
-class Part(Protocol):
-    """An object that a run's checkpoints hold: the policy, the rows, whatever else changes from step to step."""
-
-    kind: str
-    """The name of the object in checkpoints and in the record."""
-
-    def parts(self) -> Mapping[str, Engine | Stateful]:
-        """Engines and states that a checkpoint saves, by name."""
-        ...
-
-    def settings(self) -> Mapping[str, Any]:
-        """Numbers and texts that a resumed run must have again."""
-        ...
-
-    def fingerprints(self) -> Mapping[str, str]:
-        """Hashes of files that a resumed run must have again, by what the files are."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -133,9 +98,9 @@ class Model:
 
 
 def load_model(
-    model: str | Factory,
+    model: str | os.PathLike[str] | Factory,
     *,
-    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
     weights: str | Path | None = None,
     seed: int = 0,
 ) -> Model:
@@ -157,8 +122,10 @@ def load_model(
     Raises:
         FileNotFoundError, ValueError: no such model, or not one of a causal language model with a tokenizer; weights
             that do not fit a class.
-        TypeError: a class that lacks what a model has, by name.
+        TypeError: a class that lacks what a model has, by name; or what is neither a place nor a class.
     """
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    require_kind("model", model, (str, Callable), "a folder, an id of the hub or a class of your own")
     if isinstance(model, str) and not is_file_of_class(model):
         if not (tokenizer is None and weights is None):
             raise ValueError(f"{model!r} has tokenizer and weights in its folder: those of a class alone are given")
@@ -166,8 +133,9 @@ def load_model(
     factory = factory_of(model) if isinstance(model, str) else model
     if tokenizer is None:
         raise ValueError(f"{name_of(factory)} is a class of your own: load_model(…, tokenizer=…) names its tokenizer")
-    if isinstance(tokenizer, str | Path):
-        tokenizer = tokenizer_of(str(tokenizer), alone=True)
+    if isinstance(tokenizer, str | os.PathLike):
+        tokenizer = tokenizer_of(os.fspath(tokenizer), alone=True)
+    require_kind("tokenizer", tokenizer, PreTrainedTokenizerBase, "a tokenizer, or the folder or hub id of one")
     return Model(own_source(factory, tokenizer, weights=weights, seed=seed), tokenizer)
 
 
@@ -183,6 +151,7 @@ def tiny_model(rows: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Model:
     Raises:
         ValueError: rows whose prompts are messages, for which a model with a chat template is needed.
     """
+    check_call(tiny_model, locals())
     return Model(*new_for_rows(rows, seed=seed))
 
 
@@ -218,6 +187,7 @@ def preference_loss(
     Raises:
         ValueError: no such loss, or a constant that the loss does not take.
     """
+    check_call(preference_loss, locals())
     own: dict[str, Any] = {"average": average, "wpo": wpo, "shift_momentum": shift_momentum}
     return ComparisonLoss(name=name, constants=constants, **own)
 
@@ -233,8 +203,11 @@ def in_hand(
     [{'role': 'user', 'content': '1+1'}]
 
     Raises:
+        TypeError: a ``Rows`` object, of which rows are taken.
         ValueError: with the row's number, the field and what was expected.
     """
+    if isinstance(rows, Rows):
+        raise TypeError("rows are taken of a Rows object step by step, and this is all of it: rows.take(n)")
     checked = []
     for number, row in enumerate(rows, 1):
         try:
@@ -324,6 +297,7 @@ class Rows:
         Raises:
             ValueError: rows that no model reads, with the number of the row.
         """
+        check_call(Rows.__init__, locals())
         rows = in_hand(rows, any_row) if collate is None else rows
         self.stream = RowStream(rows, seed)
         self.rows: Sequence[Any] = rows
@@ -412,7 +386,7 @@ class Rows:
 
 
 def load_rows(
-    data: RowSource,
+    data: RowSource | os.PathLike[str],
     model: Model | None = None,
     loss: NLL | ComparisonLoss | None = None,
     *,
@@ -447,11 +421,16 @@ def load_rows(
     True
 
     Raises:
-        TypeError: a reader that takes other arguments, or gives no rows.
+        TypeError: an argument of another kind; or a reader that takes other arguments, or gives no rows.
         FileNotFoundError: no such file.
         ValueError: rows that cannot be read: the first few with file or function, row number, field and what was
             expected; a loss without a model; or an argument that has no effect.
     """
+    data = os.fspath(data) if isinstance(data, os.PathLike) else data
+    require_kind("data", data, (str, Callable, Iterable), "a file, a folder, a hub data set, a reader or rows")
+    require_kind("model", model, (Model, NoneType), "one of load_model(…)")
+    require_kind("loss", loss, (NLL, ComparisonLoss, NoneType), 'NLL() or preference_loss("dpo"), none for prompts')
+    check_call(load_rows, locals())
     census, reader = SourceCensus(), reader_fingerprint(data)  # before a call, which may change it
     if loss is None:
         encoding = {"max_length": max_length, "apply_chat_template": apply_chat_template}

@@ -21,6 +21,7 @@ from rl_bridge.algorithms.advantages import (
 from rl_bridge.algorithms.completions import Sampled, baseline_of, failures, joined, rewarded
 from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_ended, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
@@ -30,7 +31,7 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
-from rl_bridge.run.options import require_default, require_kind
+from rl_bridge.run.options import require_default
 
 
 class Draw(NamedTuple):
@@ -141,6 +142,7 @@ class Groups:
             RewardError: a reward that raises, hangs, dies or returns no finite number: its name and the row.
             ValueError: greedy completions of other prompts, or that are not greedy.
         """
+        check_call(Groups.score, locals())
         rewards = loaded_rewards(reward, weights, none)
         making: dict[str, Any] = {"scalar": ScalarOptions() if scalar is None else scalar}
         making |= {"overlong_buffer": overlong_buffer, "max_new_tokens": self.sampling.max_new_tokens}
@@ -167,7 +169,6 @@ class Groups:
 
     def _require_baseline(self, greedy: "Groups") -> None:
         """Refuse a baseline that is not of these prompts, each with one greedy completion."""
-        require_kind("greedy", greedy, Groups, "groups of one greedy completion of each prompt")
         if greedy.sampling.temperature or greedy.sampling.n != 1:
             raise ValueError(
                 "a baseline is one greedy completion of each prompt, SamplingParams(temperature=0.0), got "

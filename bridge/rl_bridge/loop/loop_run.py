@@ -1,24 +1,25 @@
 """``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
 
-import json
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from rl_bridge.algorithms.completion_log import CompletionLog
-from rl_bridge.common.scalars import plain_scalar
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import remark, remarks, tell
 from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.data import Part, Rows, changed
+from rl_bridge.loop.changes import Part, changed
+from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
-from rl_bridge.loop.scored import Metrics, Scored
+from rl_bridge.loop.record_values import Measured, json_of, number_of, numbers_of
+from rl_bridge.loop.scored import AdamW, Metrics, Scored
 from rl_bridge.loop.trained import Policy
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.pipelines.placement import keep_threads
@@ -32,12 +33,6 @@ class LoopOptions(RunOptions):
     """The options of a loop's run: those of all runs, and the settings of the objects in its state."""
 
     state: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Measured(Protocol):
-    """An object with metrics, as ``Groups``."""
-
-    def metrics(self) -> Mapping[str, float]: ...
 
 
 class Run:
@@ -77,9 +72,10 @@ class Run:
         samples_kept: int = 4,
         observers: Sequence[Observer] = (),
     ) -> None:
+        require_kind("state", state, Sequence, _LIST)
+        check_call(Run.__init__, locals())
         if samples_every < 0 or samples_kept < 1:
             raise ValueError(f"need samples_every ≥ 0, samples_kept ≥ 1, got {samples_every, samples_kept}")
-        require_kind("state", state, Sequence, _LIST)
         if not state:
             raise ValueError("state holds the objects that change from step to step, and is empty")
         for part in state:
@@ -113,6 +109,8 @@ class Run:
         counts = {"census": {f"rows {n}": vars(census) for n, census in enumerate(censuses, 1)}} if censuses else {}
         self._begin(options, fingerprints, observers, parts=parts, counts=lambda: counts)
         self._samples = {"every": samples_every, "kept": samples_kept}
+        for own, part in parts.items():
+            _remark_on_warmup(own, getattr(part, "optimizer", None))
         if censuses:
             tell(f"rows: {'; '.join(census.line() for census in censuses)}")
 
@@ -152,6 +150,9 @@ class Run:
         counts: Callable[[], Mapping[str, Any]],
         threads: int | None = None,
     ) -> None:
+        for observer in observers:
+            if isinstance(observer, type) or not hasattr(observer, "started"):
+                raise TypeError(f"observers is a list of objects of subclasses of Observer, got {observer!r} in it")
         self._parts, self._named = parts, bool(parts)
         self._run: run.Run = open_run(options, fingerprints, current_executor(), observers)
         self._counts, self._threads = counts, threads
@@ -283,14 +284,14 @@ class Run:
         metrics: dict[str, float] = {}
         updates = [part for part in measured if isinstance(part, Metrics)]
         for part in measured:
-            numbers = part if isinstance(part, Mapping) else part.metrics()
+            numbers = numbers_of(part)
             own = {*_OF_RUN, *(_OF_UPDATE if updates else ())}
             if twice := sorted(numbers.keys() & {*metrics, *own}):
                 raise ValueError(
                     f"run.log has two numbers named {twice[0]!r}: give one of these another name, as "
                     f"{{f'second/{{name}}': number for name, number in …}}"
                 )
-            metrics |= {name: _number(name, number) for name, number in numbers.items()}
+            metrics |= {name: number_of(name, number) for name, number in numbers.items()}
         self._numbers |= dict.fromkeys(metrics)
         for place, groups in enumerate(part for part in measured if isinstance(part, Groups)):
             self._compare(f"{self._stages[-1]}, groups {place}", groups.settings())
@@ -306,7 +307,7 @@ class Run:
         """
         if not self._named:
             return
-        own = _json(name, dict(settings))
+        own = json_of(name, dict(settings))
         logged = self._run.cached_result(f"logged/{name}", lambda: {"values": own, "moved": []})
         before, logged["values"] = logged["values"], own
         changed = [key for key in {**before, **own} if before.get(key) != own.get(key)]
@@ -328,7 +329,7 @@ class Run:
         Raises:
             TypeError: what JSON cannot hold.
         """
-        return self._run.cached_result(f"once/{name}", lambda: _json(name, compute()))
+        return self._run.cached_result(f"once/{name}", lambda: json_of(name, compute()))
 
     def finish(self, result: str, **numbers: Any) -> None:
         """Say what came of the run: ``summary.json`` and ``rl-fn report`` have the line and the numbers.
@@ -339,7 +340,7 @@ class Run:
         """
         if own := sorted(numbers.keys() & {"census", "seconds", *self._counts()}):
             raise ValueError(f"{own[0]!r} is the run's own in summary.json: give the number another name")
-        self._result = {"result": result, **{name: _json(name, value) for name, value in numbers.items()}}
+        self._result = {"result": result, **{name: json_of(name, value) for name, value in numbers.items()}}
         if self._named:  # the command says itself what a recipe returns
             self.print(result)
 
@@ -422,52 +423,23 @@ def _holders(parts: Mapping[str, Part]) -> dict[str, Engine | Stateful]:
     return holders
 
 
+def _remark_on_warmup(name: str, optimizer: Any) -> None:
+    """Say of an object's optimiser that its updates end before the learning rate is what the loop names."""
+    if isinstance(optimizer, AdamW) and 0 < optimizer.updates <= optimizer.warmup:
+        highest = optimizer.highest(optimizer.updates)
+        if highest < 1:
+            tell(
+                f"{name}: AdamW(warmup={optimizer.warmup}) is longer than the schedule, total={optimizer.total}: the "
+                f"learning rate comes to {highest * optimizer.learning_rate:.3g}, and never to "
+                f"{optimizer.learning_rate:g}"
+            )
+
+
 _LIST = "a list of the objects that change from step to step, as [policy, rows]"
 _OF_RUN = ("stage", "step", "seconds", "weights_version", "optimizer_step")
 """Numbers of a record that are the run's own."""
 _OF_UPDATE = ("tokens_per_second", "trained_tokens")
 """Those of a record with an update."""
-
-
-def _number(name: str, value: Any) -> float:
-    """A scalar of any library as Python's number.
-
-    Raises:
-        TypeError: it is none.
-    """
-    plain = plain_scalar(value)
-    if not isinstance(plain, bool | int | float):
-        raise TypeError(
-            f"run.log takes numbers: {name!r} is a {type(value).__name__}{_shape(value)}; a mean or another number of "
-            "it has a curve"
-        )
-    return plain
-
-
-def _shape(value: Any) -> str:
-    return f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
-
-
-def _json(name: str, value: Any) -> Any:
-    """A value in JSON's types: scalars and arrays of any library are numbers and lists, a path is text.
-
-    Raises:
-        TypeError: JSON has no such value.
-    """
-
-    def plain(part: Any) -> Any:
-        if callable(to_list := getattr(part, "tolist", None)):
-            return to_list()
-        if isinstance(part, Path):
-            return str(part)
-        raise TypeError(f"a {type(part).__name__} is none of JSON's types")
-
-    try:
-        return json.loads(json.dumps(value, default=plain))
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name!r} cannot be kept as JSON, numbers, texts, lists and objects of these: {error}"
-        ) from error
 
 
 def _require_whole(changes: Sequence[Part], state: Sequence[Part]) -> None:

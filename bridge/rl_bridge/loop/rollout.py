@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rl_bridge.algorithms.completions import completions
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import tools_of
 from rl_bridge.data.rows import missing
@@ -14,7 +15,8 @@ from rl_bridge.engines.engine import Turns
 from rl_bridge.environments import EnvironmentFactory, load_environment
 from rl_bridge.environments.functions import FunctionTools, Parse, function_tools
 from rl_bridge.executors.session import current_executor
-from rl_bridge.loop.data import Model, any_row, draw, in_hand, name_unread
+from rl_bridge.loop.changes import draw
+from rl_bridge.loop.data import Model, any_row, in_hand, name_unread
 from rl_bridge.loop.groups import Groups
 from rl_bridge.memory.garbage_collection import phase_ended
 from rl_bridge.parallel.config import ParallelConfig
@@ -53,7 +55,7 @@ class Rollout:
     ) -> None:
         require_kind("model", model, Model, "one of load_model(…)")
         options = RolloutOptions() if options is None else options
-        require_kind("options", options, RolloutOptions, "RolloutOptions(…)")
+        check_call(Rollout.__init__, locals())
         executor = current_executor()
         self.model, self.exact, self._budget = model, options.exact, options.budget()
         mesh, self.turns = Mesh(replicate=len(executor.slots)), turns

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.algorithms.policy_training import minibatches_of
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import given
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
@@ -114,6 +115,10 @@ class Scored:
         turns: Turns | None = None,
     ) -> None:
         require_kind("model", model, Model, "one of load_model(…)")
+        check_call(Scored.__init__, locals())
+        for other in apart_from:
+            if not hasattr(other, "engine"):
+                raise TypeError(f"apart_from is a list of objects with workers, as [rollout], got {other!r} in it")
         executor = current_executor()
         foreign_slots = {slot for other in apart_from for slot in other.engine.slots}
         mesh = MeshOptions().of(len(executor.slots) - len(foreign_slots)) if mesh is None else mesh
@@ -248,6 +253,7 @@ class Reference(Scored):
         turns: Turns | None = None,
     ) -> None:
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
+        check_call(Reference.__init__, locals())
         self.engine = self.engines.completion_scorer(scoring or ScoringConfig())
 
     def score(self, batch: AnyBatch, *, updates: int = 1) -> AnyBatch:
@@ -322,6 +328,7 @@ class Teacher(Scored):
     ) -> None:
         for name, one in (("model", model), ("student", student)):
             require_kind(name, one, Model, "one of load_model(…)")
+        check_call(Teacher.__init__, locals())
         require_vocabulary(model.tokenizer, student.tokenizer)
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         self.engine = self.engines.teacher(model.source, scoring or ScoringConfig())

@@ -23,6 +23,7 @@ from rl_bridge.algorithms.policy_setup import (
 )
 from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
 from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.rows import supervised_row
@@ -31,7 +32,8 @@ from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import NLL, Model, change, draw, in_hand
+from rl_bridge.loop.changes import change, draw
+from rl_bridge.loop.data import NLL, Model, Rows, in_hand
 from rl_bridge.loop.groups import GroupBatch, Groups
 from rl_bridge.loop.rollout import Rollout
 from rl_bridge.loop.scored import (
@@ -110,6 +112,7 @@ class Policy(Scored):
         learnt = "an objective: rl_fn.recipes.grpo(), preference_loss(…), NLL()"
         require_kind("objective", objective, (rl_fn.Objective, ComparisonLoss, NLL), learnt)
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
+        check_call(Policy.__init__, locals())
         self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
@@ -201,7 +204,7 @@ class Policy(Scored):
         if isinstance(batch, TokenBatch | PairBatch):
             self.require_encoded(batch)
         if isinstance(self.objective, NLL):
-            if isinstance(batch, list):
+            if isinstance(batch, list | tuple | Rows) and not isinstance(batch, TokenBatch | PairBatch):
                 rows = in_hand(batch, supervised_row, self.model)
                 batch = supervised_batch(rows, partial(encode_row, self.model.tokenizer), self.model.pad_token)
             if not isinstance(batch, TokenBatch):
@@ -213,7 +216,7 @@ class Policy(Scored):
             return Metrics(comparison_update(self.engine, self.objective, batch, self._statistics), batch)
         if not (isinstance(self.objective, rl_fn.Objective) and isinstance(batch, GroupBatch)):
             way_on = ": groups.batch() makes a batch, once they are scored" if isinstance(batch, Groups) else ""
-            raise TypeError(f"{self.objective} does not learn from a {type(batch).__name__}{way_on}")
+            raise TypeError(f"{self.objective.name} does not learn from a {type(batch).__name__}{way_on}")
         self.require_batch(batch)
         require_group(self.objective, batch.groups.sampling.n, "n")
         computed, counted = selected(batch, self.objective)
@@ -268,7 +271,8 @@ class Policy(Scored):
             self._require_same_reference(batch)
             return evaluate_preference(self.engine, self.objective, batch)
         way_on = "; groups have held_out()" if isinstance(self.objective, rl_fn.Objective) else ""
-        raise TypeError(f"{self.objective} is not measured on a {type(batch).__name__}{way_on}")
+        name = getattr(self.objective, "name", self.objective)
+        raise TypeError(f"{name} is not measured on a {type(batch).__name__}{way_on}")
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -449,6 +453,7 @@ def controlled_terms(objective: rl_fn.Objective, control: Mapping[str, rl_fn.Con
     """
     terms: dict[str, Controlled] = {}
     for name, controller in control.items():
+        require_kind(f"control[{name!r}]", controller, rl_fn.Controller, "a controller, as rl_fn.linear_kl(…)")
         term = getattr(objective, name) if name in CONTROLLED else None
         if term is None:
             raise ValueError(

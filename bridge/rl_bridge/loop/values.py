@@ -7,11 +7,13 @@ from typing import Any
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_reward_model
 from rl_bridge.algorithms.policy_training import critic_update, shares_of
+from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Turns
 from rl_bridge.functional import from_jax
-from rl_bridge.loop.data import Model, change
+from rl_bridge.loop.changes import change
+from rl_bridge.loop.data import Model
 from rl_bridge.loop.groups import GroupBatch
 from rl_bridge.loop.scored import AdamW, Metrics, Placed, Scored, require_no_temperature
 from rl_bridge.loop.trained import selected
@@ -53,6 +55,7 @@ class Critic(Scored):
         super().__init__(model, mesh, parallel, apart_from=apart_from, turns=turns)
         require_kind("objective", objective, rl_fn.Objective, "one with a critic, as rl_fn.recipes.ppo()")
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
+        check_call(Critic.__init__, locals())
         if objective.value is None:
             raise ValueError(f"{objective.name} has no critic's loss: objective.replace(value=ValueLoss()) has one")
         self.objective, self.optimizer = objective, optimizer
@@ -124,6 +127,7 @@ class RewardModel(Scored):
         super().__init__(model, mesh, parallel, turns=turns)
         require_kind("loss", loss, ComparisonLoss, 'one of rewards: preference_loss("bradley_terry")')
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
+        check_call(RewardModel.__init__, locals())
         self.loss, self.optimizer = loss, optimizer
         self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
         require_no_temperature(scoring or ScoringConfig(), loss)

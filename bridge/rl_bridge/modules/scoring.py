@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch, micro_batches, restore, stand_in
 from rl_bridge.engines.dispatch import returns
@@ -54,6 +55,7 @@ class ScoringConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no distribution has."""
+        check_options(self)
         if not (
             0 < self.temperature < float("inf")
             and (self.micro_batch_tokens == "auto" or self.micro_batch_tokens > 0)
@@ -63,8 +65,6 @@ class ScoringConfig:
                 "need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None, got "
                 f"{given(self, 'temperature', 'micro_batch_tokens', 'softcap')}"
             )
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")
 
     def is_same_distribution(self, other: "ScoringConfig") -> bool:
         """Whether both give each token the same probability, however their rows lie in micro-batches.

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.data.token_batch import MicroBatch, TokenBatch
 from rl_bridge.engines.dispatch import returns
@@ -54,14 +54,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
-        for option in fields(self):
-            value = getattr(self, option.name)
-            number = Integral if option.name in ("warmup", "total") else Real
-            is_number = isinstance(value, number) and not isinstance(value, bool)
-            if option.name != "decay" and value is not None and not is_number:
-                raise TypeError(f"{option.name} is a {'whole ' * (number is Integral)}number, got {value!r}")
-        if self.decay not in get_args(Decay):
-            raise ValueError(f"decay is one of {', '.join(get_args(Decay))}, got {self.decay!r}")
+        check_options(self)
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0) or not (
             self.warmup >= 0 and 0 <= self.final <= 1
         ):
@@ -76,6 +69,14 @@ class OptimizerConfig:
                 "need beta1 and beta2 in [0, 1) and weight_decay ≥ 0, got "
                 f"{given(self, 'beta1', 'beta2', 'weight_decay')}"
             )
+
+    def highest(self, updates: int) -> float:
+        """The largest share of the learning rate that a run of so many updates comes to.
+
+        >>> OptimizerConfig(learning_rate=1.0, warmup=100).highest(10)
+        0.1
+        """
+        return max(self.scale(0, updates), self.scale(updates - 1, updates))
 
     def scale(self, step: int, total: int) -> float:
         """The share of the learning rate that update ``step`` (from 0) of ``total`` is made with."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.parallel.checkpointing import Activations
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float64)
@@ -26,6 +27,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Refuse dtypes that hold no gradients, or neither large activations nor small gradients."""
+        check_options(self)
         for name in ("param_dtype", "reduce_dtype"):
             if getattr(self, name) == torch.float16:
                 raise ValueError(

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.executors.host import Host, alone
 
@@ -51,6 +52,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         """Refuse an axis without a rank."""
+        check_options(self)
         if min(self.shape) < 1:
             raise ValueError(f"every axis of a mesh has at least one rank, got {given(self, *AXES)}")
 

@@ -11,6 +11,7 @@ import tyro
 
 import rl_fn
 from rl_bridge.algorithms.policy_setup import constraint
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given
 from rl_bridge.modules.own_loss import load_loss
 from rl_fn import Controller, Objective, components
@@ -20,6 +21,10 @@ Level = Literal["token", "sequence"]
 
 class TermOptions:
     """Options of one term. None stands for the recipe's value."""
+
+    def __post_init__(self) -> None:
+        """Refuse a choice that there is not, and numbers that are none."""
+        check_options(self)
 
     def given(self) -> dict[str, Any]:
         """Name → value of the options that are not None."""
@@ -311,6 +316,10 @@ class ControlOptions:
     """scheduled: steps from the first value to the last, of those that update the policy."""
     warmup: int | None = None
     """scheduled: steps of the warm-up, counted likewise."""
+
+    def __post_init__(self) -> None:
+        """Refuse a choice that there is not, and numbers that are none."""
+        check_options(self)
 
     def controller(self, term: Literal["KL", "entropy"], coef: Any, samples: int) -> rl_fn.Controller:
         """The controller of a term that begins at ``coef``; ``samples`` completions are one step.

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import rl_fn
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import remarks, tell
 from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.engine import Engine, Turns
@@ -46,6 +47,7 @@ class MeshOptions:
 
     def __post_init__(self) -> None:
         """Refuse an axis without a rank."""
+        check_options(self)
         for axis in ("replicate", "shard", "tensor", "sequence"):
             ranks = getattr(self, axis)
             if ranks is not None and ranks < 1:

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rl_bridge.algorithms.ahead_sampler import AheadSampler
 from rl_bridge.algorithms.completions import Complete, completions
 from rl_bridge.algorithms.policy_setup import PolicyConfig
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.scrubbing import scrubbed_path, scrubbed_text
 from rl_bridge.common.terminal import given
 from rl_bridge.common.user_marks import content_of
@@ -66,6 +67,7 @@ class RolloutOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that nothing reads, and limits that leave no token."""
+        check_options(self)
         self.budget()
         if self.backend != "in_process" and self.precision != "fp32":
             raise ValueError(f"an engine of vLLM has --rollout.vllm.precision, got precision {self.precision}")
@@ -346,6 +348,7 @@ class AsynchronousOptions:
 
     def __post_init__(self) -> None:
         """Refuse options that do not go together."""
+        check_options(self)
         counts = (self.tokens_beside, self.round_tokens, self.rollout_workers)
         if self.max_staleness < 0 or any(count is not None and count < 1 for count in counts):
             raise ValueError(

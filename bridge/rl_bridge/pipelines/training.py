@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.terminal import given, remark, tell
 from rl_bridge.data.census import SAME_PROMPT, Census, SourceCensus
 from rl_bridge.data.messages import require_characters
@@ -53,7 +54,16 @@ class LoRAOptions:
     """The scale is alpha / √rank."""
 
     def __post_init__(self) -> None:
-        """Refuse a rank or a scale that no adapter has, and constants without a rank."""
+        """Refuse a rank or a scale that no adapter has, and constants without a rank.
+
+        ``target_modules`` may be a list or one text, as peft takes them.
+        """
+        check_options(self)
+        targets: Any = self.target_modules
+        targets = (targets,) if isinstance(targets, str) else targets
+        if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
+            raise TypeError(f"target_modules is ends of module names, as ('q_proj',), got {targets!r}")
+        object.__setattr__(self, "target_modules", tuple(targets))
         if self.rank < 0 or not (self.alpha is None or self.alpha > 0) or not self.target_modules:
             raise ValueError(
                 f"need rank ≥ 0, alpha > 0 and target_modules, got {given(self, 'rank', 'alpha', 'target_modules')}"

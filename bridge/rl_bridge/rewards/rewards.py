@@ -76,6 +76,21 @@ class NamedReward(Protocol):
         ...
 
 
+def require_weight(weights: Sequence[float]) -> None:
+    """Refuse weights that are all 0, which leave no number to train on. Without any, each is 1.
+
+    >>> require_weight([0.0, 1.0])  # the first is a metric
+
+    Raises:
+        ValueError: with the weights.
+    """
+    if len(weights) and not any(weights):
+        raise ValueError(
+            f"every reward has weight 0, and nothing is trained on: got weights {tuple(weights)}; a reward that is to "
+            "be measured alone stands beside one that counts"
+        )
+
+
 class Rewards:
     """The rewards of a run under their names, with a weight each.
 
@@ -111,6 +126,7 @@ class Rewards:
             raise ValueError(f"none is one of {', '.join(get_args(OnNone))}, got {none!r}")
         if not all(map(math.isfinite, self._weights)):
             raise ValueError(f"weights of rewards are finite numbers, got {self._weights}")
+        require_weight(self._weights)
         self._check()
 
     @property

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.scrubbing import scrubbed_path
 from rl_bridge.common.terminal import tell
 from rl_bridge.common.user_marks import content_of, mark_of
@@ -115,6 +116,7 @@ class RewardOptions:
 
     def __post_init__(self) -> None:
         """Refuse options for functions where no reward is a function."""
+        check_options(self)
         if self.reward_timeout is not None and not self.reward_timeout > 0:
             raise ValueError(f"reward_timeout must be > 0 seconds, got {self.reward_timeout}")
         kinds = [str(source).partition(":")[0] for _, source in map(named, self.reward)]

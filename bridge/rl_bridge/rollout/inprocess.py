@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rl_bridge.common.argument_kinds import check_argument
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
@@ -229,7 +230,9 @@ class InProcessRollout(Advancing, Generating, Conversing):
         Raises:
             NotImplementedError: rows of this model that are drawn together are not what each would be alone
                 (``rl_bridge.rollout.inprocess``).
+            ValueError: another ``precision``.
         """
+        check_argument("precision", precision, Precision)
         with torch.device("meta"):
             self._model = source.empty().eval().requires_grad_(False)
         config = self._model.config.get_text_config()

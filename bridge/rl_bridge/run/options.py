@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.scalars import FLOAT32
 
 MAY_CHANGE: dict[str, Any] = {"resume": "may change"}
@@ -101,7 +102,7 @@ def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], witho
             raise ValueError(f"{name}={value!r} has no effect {without}")
 
 
-def require_kind(name: str, value: Any, kind: type | tuple[type, ...], expected: str) -> None:
+def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
     """Refuse an argument of a call that is no object of its kind.
 
     >>> require_kind("steps", 3, int, "a whole number")
@@ -156,6 +157,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         """Refuse numbers that are none, a name that leaves ``output``, counts below 1, and unknown trackers."""
+        check_options(self)
         require_finite(self)
         plain = self.name == self.name.strip() and self.name.isprintable() and not self.name.startswith(".")
         if not plain or re.fullmatch(r"[^/\\]{1,200}", self.name) is None:

@@ -12,7 +12,7 @@ from rl_fn._numerics import AT_LEAST_ONE, NOT_NEGATIVE, Array, Number, as_float,
 from rl_fn.advantages import baselines, group, passk, whitened
 from rl_fn.advantages.returns import Advantages
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of
-from rl_fn.objectives.components.component import Component, check_numbers, constants_of, shown
+from rl_fn.objectives.components.component import Component, check_function, check_numbers, constants_of, shown
 
 
 class Advantage(Component):
@@ -27,6 +27,7 @@ class Advantage(Component):
     takes_group_ids: it takes Rollouts.group_ids, or compares nothing within groups.
     """
 
+    slots = ("advantage",)
     required_fields: tuple[str, ...] = ("rewards",)
     rewards_shape: str = "*batch G"
     per_token: bool = True
@@ -82,7 +83,8 @@ class CustomAdvantage(PerCompletion):
     takes_group_ids = False
 
     def __post_init__(self) -> None:
-        """Nothing is known of the function before it is called."""
+        """Nothing more is known of the function before it is called."""
+        check_function("of_rewards", self.of_rewards, "a function of rewards", Advantage.slots)
 
     @property
     def takes_valid(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -38,9 +38,13 @@ def constants_of(component: Any) -> dict[str, Any]:
 
 
 class Component:
-    """A part of an objective with an equation, in which {field} stands for the value of a field."""
+    """A part of an objective with an equation, in which {field} stands for the value of a field.
+
+    slots: the fields of an Objective that take it.
+    """
 
     equation: ClassVar[str]
+    slots: ClassVar[tuple[str, ...]] = ()
 
     def explain(self) -> str:
         """Return the equation with its constants."""
@@ -60,6 +64,7 @@ class PerToken(Component):
     modes: the aggregations that keep the paper's meaning.
     """
 
+    slots = ("loss", "correction")
     required_fields: tuple[str, ...] = ()
     accepts_packed: bool = False
     over_batch: bool = True
@@ -91,6 +96,9 @@ class Custom(PerToken):
     sequence_level: bool = False
     modes: tuple[str, ...] = MODES
 
+    def __post_init__(self) -> None:
+        check_function("function", self.function, "a function of a Batch", PerToken.slots)
+
     def __call__(self, batch: Batch) -> jax.Array:
         """Return one number per token."""
         with naming_errors(self.explain):
@@ -113,8 +121,24 @@ def naming_errors(function: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def per_token(component: Any, required_fields: tuple[str, ...] = ()) -> PerToken:
+def got(value: Any) -> str:
+    """Return a value as the end of a message; a class in words, for it is often meant to be called."""
+    return f"got the class {value.__name__}, not an object" if isinstance(value, type) else f"got {value!r}"
+
+
+def check_function(name: str, value: Any, expected: str, slots: tuple[str, ...]) -> None:
+    """Raise TypeError for what cannot be called as a user's own function, or is a component of other slots."""
+    misplaced = isinstance(value, Component) and not set(slots) & set(value.slots)
+    if misplaced or isinstance(value, type) or not callable(value):
+        raise TypeError(f"{name} is {expected}, {got(value)}")
+
+
+def per_token(
+    component: Any, slots: tuple[str, ...] = PerToken.slots, required_fields: tuple[str, ...] = ()
+) -> PerToken:
     """Return a component as it is, and a plain function of a Batch as Custom with the safe defaults."""
+    name = " or ".join(slots)
+    check_function(name, component, f"a {name} component or a function of a Batch", slots)
     return component if isinstance(component, PerToken) else Custom(component, required_fields)
 
 
@@ -137,6 +161,7 @@ class FunctionLoss(Known):
     reads: the fields of a batch that are its positional arguments. segments: it takes segment_ids.
     """
 
+    slots = ("loss",)
     function: ClassVar[Callable[..., jax.Array]]
     reads: tuple[str, ...] = ("logprobs", "old_logprobs", "advantages", "mask")
     segments: ClassVar[bool] = False
@@ -203,8 +228,10 @@ class Several(PerToken):
     parts: tuple[Any, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.parts, tuple | list):
+            raise TypeError(f"a {type(self).__name__} is made of a tuple of components, {got(self.parts)}")
         require(len(self.parts) > 0, f"a {type(self).__name__} must have a component")
-        object.__setattr__(self, "parts", tuple(per_token(part) for part in self.parts))
+        object.__setattr__(self, "parts", tuple(per_token(part, self.slots) for part in self.parts))
         # Attributes, not fields: they follow from the parts and take no part in comparisons.
         for name, value in joined(self.parts).items():
             object.__setattr__(self, name, value)

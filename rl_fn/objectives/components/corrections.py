@@ -17,6 +17,7 @@ from rl_fn.policy_losses import covariance
 class Correction(Known):
     """A correction of the library: a statistic of a token or of its sequence."""
 
+    slots = ("correction",)
     required_fields = ("rollout_logprobs",)
 
     def __call__(self, batch: Batch) -> jax.Array:
@@ -137,6 +138,8 @@ class HighEntropyMask(Correction):
 @dataclasses.dataclass(frozen=True)
 class Product(Several):
     """Several corrections multiplied, a weight and masks for instance; at most one of them may weigh by π_old/μ."""
+
+    slots = ("correction",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -294,6 +294,8 @@ class PositiveExample(FunctionLoss):
 class Sum(Several):
     """Several losses added up."""
 
+    slots = ("loss",)
+
     def __call__(self, batch: Batch) -> jax.Array:
         """Return the loss per token."""
         first, *others = (loss(batch) for loss in self.parts)

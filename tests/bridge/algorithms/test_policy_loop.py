@@ -181,6 +181,15 @@ def test_counts_are_checked(options):
         PolicyConfig(**COUNTS | {"sampling": SAMPLING} | options)
 
 
+@pytest.mark.parametrize(("prompts", "n"), [(1, 1), (1, 8), (16, 8), (5, 1)])
+def test_a_step_has_at_most_one_update_a_completion(prompts, n):
+    counts = {"steps": 1, "prompts_per_step": prompts, "sampling": replace(SAMPLING, n=n)}
+    assert PolicyConfig(**counts, updates_per_step=prompts * n).updates_per_step == prompts * n
+    for many in (prompts * n + 1, 1000):
+        with pytest.raises(ValueError, match=f"^updates_per_step={many} are parts .* {prompts} · {n} = {prompts * n}:"):
+            PolicyConfig(**counts, updates_per_step=many)
+
+
 @pytest.mark.parametrize(("n", "reason"), [(1, "a group needs n ≥ 2"), (3, "n=3 has none"), (4, "n=4 has one set")])
 def test_groups_of_one_set_of_completions_are_refused(n, reason):
     """In a group of k all advantages are 0, and a smaller one has no set."""

@@ -23,7 +23,7 @@ from rl_bridge import (
 )
 from rl_bridge.algorithms.policy_setup import Replaced
 from rl_bridge.common.terminal import remarks
-from rl_bridge.engines.engine import Engine
+from rl_bridge.engines.engine import Engine, Turns
 
 PPO = rl_fn.recipes.ppo()
 ROWS = [{"prompt": f"{a}+{b}="} for a in range(3) for b in range(3)]
@@ -101,12 +101,12 @@ def test_a_rollout_that_cannot_be_made_keeps_no_slot(model, monkeypatch):
     slots = current_executor().held
     before = {slot: list(names) for slot, names in slots.items() if names}
 
-    class Broken:
+    class Broken(Turns):
         def add(self, engine):
             raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        Rollout(model, turns=Broken())  # type: ignore[arg-type]
+        Rollout(model, turns=Broken())
     assert {slot: list(names) for slot, names in slots.items() if names} == before
 
 

@@ -10,6 +10,7 @@ import rl_fn
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.pipelines.objective_options import objective_options
+from rl_bridge.rewards.sources import RewardOptions, load
 from rl_fn import components
 from rl_train.policy_configs import quickstart
 
@@ -182,3 +183,33 @@ def test_maxrl_refuses_tchebycheff_whose_numbers_are_negative_in_the_loop_and_in
     start = replace(quickstart(), objective=objective_options("maxrl"), reward=("exact", "short=exact"))
     with pytest.raises(ValueError, match=message):
         replace(start, policy=replace(start.policy, scalar=one_number)).objective_and_control()
+
+
+@pytest.mark.parametrize(
+    "weights", [(0.0,), (0, 0), [0.0, -0.0, 0.0], torch.zeros(2)], ids=["one", "two", "three", "tensor"]
+)
+def test_rewards_that_all_have_weight_0_are_refused(weights):
+    """By every way that weights take; a function may give several rewards under names of its own."""
+
+    def several(completion, row):
+        return {f"reward {number}": 1.0 for number in range(len(weights))}
+
+    numbers = tuple(map(float, weights))
+    ways = [
+        lambda: groups_of(numbers),
+        lambda: load(several, weights=weights),
+        lambda: RewardOptions(reward_weights=numbers).rewards(),
+        lambda: ScalarOptions(weights=numbers),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match="every reward has weight 0, and nothing is trained on: got weights"):
+            way()
+
+
+@pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0)])
+def test_a_reward_of_weight_0_beside_another_is_a_metric(weights):
+    groups = groups_of(weights)
+    counting = RIGHT if weights[0] else STYLE
+    assert groups.rewards == pytest.approx(torch.tensor(counting) * (weights[0] or weights[1]))
+    assert ScalarOptions(weights=weights).weights == weights
+    assert ScalarOptions(method="tchebycheff", weights=(0.0, 0.0), ideal=(1.0, 1.0)).weights == (0.0, 0.0)

@@ -105,7 +105,7 @@ CALLED = {
     "critic.score": ("a model scores a batch of groups", lambda x, critic, **_: critic.score(x)),
     "critic.update": ("a model scores a batch of groups", lambda x, critic, **_: critic.update(x)),
     "judge.update": ("batch is comparisons", lambda x, judge, **_: judge.update(x)),
-    "greedy": ("greedy is groups", lambda x, groups, **_: groups.score(len, greedy=x)),
+    "greedy": ("greedy is Groups(…), got ", lambda x, groups, **_: groups.score(len, greedy=x)),
     "with_advantages": ("advantages are of an objective", lambda x, groups, **_: groups.batch().with_advantages(x)),
 }
 
@@ -192,3 +192,35 @@ def test_a_seed_that_no_generator_takes_is_named(seed):
 def test_an_objective_of_rows_learns_from_no_groups(model, groups):
     with Policy(model, NLL(), AdamW(1e-3)) as imitator, pytest.raises(TypeError, match="imitates rows"):
         imitator.update(groups.batch())
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_rows_to_imitate_are_a_list_or_a_tuple(model, kind):
+    """The numbers are those of the batch that ``load_rows`` makes of them, and of each other kind."""
+    rows = load_rows(PROMPTS).take(4)
+    with Policy(model, NLL(), AdamW(1e-3)) as first, Policy(model, NLL(), AdamW(1e-3)) as second:
+        assert first.update(kind(rows))["nll"] == second.update(rows)["nll"]
+
+
+def test_rows_that_were_not_taken_are_refused_with_the_way_on(model, rollout):
+    rows = load_rows(PROMPTS)
+    with Policy(model, NLL(), AdamW(1e-3)) as imitator:
+        for call in (
+            lambda: rollout.generate(rows, SAMPLING),
+            lambda: rollout.converse(rows, SAMPLING, tools=[len]),
+            lambda: imitator.update(rows),
+        ):
+            with pytest.raises(TypeError, match=r"rows\.take\(n\)$"):
+                call()
+
+
+def test_the_way_on_stands_behind_the_objective_s_name_alone(model, groups, policy):
+    with pytest.raises(TypeError, match=r"^grpo does not learn from a Groups: groups\.batch\(\) makes a batch, once "):
+        policy.update(groups)
+    with pytest.raises(TypeError, match=r"^grpo is not measured on a Groups; groups have held_out\(\)$"):
+        policy.held_out(groups)
+    with Policy(model, preference_loss("simpo"), AdamW(1e-3)) as comparing:
+        with pytest.raises(TypeError, match=r"^simpo does not learn from a Groups: "):
+            comparing.update(groups)
+        with pytest.raises(TypeError, match=r"^simpo is not measured on a Groups$"):
+            comparing.held_out(groups)

@@ -123,5 +123,5 @@ def test_a_reference_stays_where_it_was_made_and_has_no_optimiser(policy):
 def test_no_distribution_is_scored_so(options):
     with pytest.raises(ValueError, match="need temperature > 0, micro_batch_tokens > 0 and softcap > 0 or None"):
         ScoringConfig(**options)
-    with pytest.raises(ValueError, match="dtype must be float32 or bfloat16, got 'float16'"):
+    with pytest.raises(ValueError, match="dtype is one of float32, bfloat16, got 'float16'"):
         ScoringConfig(dtype="float16")

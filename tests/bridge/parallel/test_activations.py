@@ -192,5 +192,5 @@ def test_no_gradient_no_copy_and_unknown_policies():
     with LiveBytes() as live, torch.no_grad():
         model(torch.ones(32, 64))
         assert OFFLOADED not in live.components
-    with pytest.raises(ValueError, match="activations must be one of keep, selective"):
+    with pytest.raises(ValueError, match="activations is one of keep, selective"):
         parallelize(model, None, ParallelConfig(activations="some"))  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.common.http import Askers, Server
 from rl_bridge.data.messages import ARGUMENTS, Chat, chat_of
 from rl_bridge.data.trajectory import (
@@ -90,6 +91,7 @@ class OpenAIEndpoint:
         Raises:
             ValueError: ``token_ids`` with ``protocol_only``.
         """
+        check_options(self)
         if self.token_ids and self.protocol_only:
             raise ValueError("token_ids is an extension of vLLM: a server that knows it knows top_k and min_p too")
 

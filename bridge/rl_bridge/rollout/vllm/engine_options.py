@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from rl_bridge.common.argument_kinds import check_options
 from rl_bridge.weights.source import LAYOUTS, Precision
 
 
@@ -174,7 +175,8 @@ class VLLMOptions:
         Raises:
             ValueError: with the option and its value.
         """
-        for precision in (self.precision, *self.rank_precisions):
+        check_options(self)
+        for precision in self.rank_precisions:
             if precision not in get_args(Precision):
                 raise ValueError(f"precision must be one of {', '.join(get_args(Precision))}, got {precision!r}")
         if self.rank_precisions and self.precision != "fp32":
@@ -189,8 +191,6 @@ class VLLMOptions:
             raise ValueError(
                 f"all ranks have one dtype of activations, got {self.rank_precisions} and dtype {self.dtype}"
             )
-        if self.dtype is not None and self.dtype not in get_args(Dtype):
-            raise ValueError(f"dtype must be one of {', '.join(get_args(Dtype))} or None, got {self.dtype!r}")
         for name in (
             "max_model_len",
             "max_num_seqs",

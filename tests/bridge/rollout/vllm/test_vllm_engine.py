@@ -65,8 +65,8 @@ def test_a_process_group_of_the_trainer_outlives_the_engine(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "int4"}, "precision must be one of fp32, .*got 'int4'"),
-        ({"dtype": "half"}, "dtype must be one of float32, .*got 'half'"),
+        ({"precision": "int4"}, "precision is one of fp32, .*got 'int4'"),
+        ({"dtype": "half"}, "dtype is one of float32, .*got 'half'"),
         ({"max_num_seqs": 0}, "max_num_seqs must be positive, got 0"),
         ({"arguments": ("block_size",)}, "NAME=JSON, got 'block_size'"),
     ],

@@ -1,0 +1,86 @@
+"""Options and arguments of another kind than their annotation: choices, numbers, texts, objects, each by its name."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+_NUMBERS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a number"),
+    str: (str, "a text"),
+    NoneType: (NoneType, ""),
+}
+"""Kind of an annotation → the class of its values, and its words. True and False are no numbers."""
+_SEVERAL: dict[Any, tuple[Any, str]] = {Sequence: (Iterable, "a list"), Mapping: (Mapping, "a dictionary")}
+"""Kinds of several objects: an array of NumPy is a list, too."""
+
+_hints = functools.cache(get_type_hints)
+
+
+def check_options(options: Any) -> None:
+    """Refuse an option of another kind than its annotation, which the command line refuses where it is read.
+
+    Paths, tuples, functions and what is in a list are not looked at.
+
+    >>> from rl_bridge.modules.trainable import OptimizerConfig
+    >>> check_options(OptimizerConfig(learning_rate=1e-3))
+
+    Raises:
+        TypeError: with the option's name, its kinds and the value.
+        ValueError: a value beside the choices that there are.
+    """
+    for option in fields(options):
+        check_argument(option.name, getattr(options, option.name), _hints(type(options))[option.name])
+
+
+def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments of a call as ``check_options`` refuses options. ``arguments``: ``locals()`` as the call begins.
+
+    Raises:
+        TypeError, ValueError: as for ``check_options``.
+    """
+    for name, annotation in _hints(function).items():
+        if name in arguments:
+            check_argument(name, arguments[name], annotation)
+
+
+def check_argument(name: str, value: Any, annotation: Any) -> None:
+    """Refuse a value that an annotation does not have, as ``check_options`` does.
+
+    >>> check_argument("rank", 16.5, int)
+    Traceback (most recent call last):
+    TypeError: rank is a whole number, got 16.5
+
+    Raises:
+        TypeError, ValueError: as for ``check_options``.
+    """
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    words, choices, of_objects = [], [], False
+    for kind in kinds:
+        key = get_origin(kind) or kind
+        if key is Literal:
+            choices += get_args(kind)
+            if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
+                return
+        elif key in _NUMBERS or key in _SEVERAL or _is_own(key):
+            of_kind, in_words = (_NUMBERS | _SEVERAL).get(key) or (key, f"{key.__name__}(…)")
+            if isinstance(value, of_kind) and not (isinstance(value, bool) and key in (int, float)):
+                return
+            words += [in_words] if in_words else []
+            of_objects = of_objects or key not in _NUMBERS
+        else:
+            return
+    expected = " or ".join([*words, *([f"one of {', '.join(map(str, choices))}"] if choices else [])])
+    text = f"{type(value).__name__} {repr(value)[:80]}" if of_objects else repr(value)
+    error = TypeError if words else ValueError
+    raise error(f"{name} is {expected}, got {text}")
+
+
+def _is_own(kind: Any) -> bool:
+    """Whether this is a class of these packages, and no protocol, which objects of any class may have."""
+    own = isinstance(kind, type) and kind.__module__.partition(".")[0] in ("rl_bridge", "rl_fn", "rl_train")
+    return own and not getattr(kind, "_is_protocol", False)
