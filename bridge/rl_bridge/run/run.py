@@ -168,7 +168,7 @@ class Run:
         self._stage, self._updated = "", None
         self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful], dict[str, int]] | None = None
         """Stage, steps, state and versions of a step that the loop left behind its record, before its checkpoint."""
-        self._step_started = 0.0
+        self._step_started, self._logged = 0.0, None
         self.done = 0
         """Steps of this stage that are done: recorded, or behind the loop."""
         if lost := self._lose_best():
@@ -246,7 +246,7 @@ class Run:
             except GeneratorExit:
                 if self._recorder.logged > before:
                     try:
-                        versions = _versions(state)
+                        versions = _versions(state) if self._version() == self._logged else {}  # none fit the record
                     except Exception:  # of engines that are gone, which is said where their checkpoint is missed
                         versions = {}
                     self._unsaved = stage, step + 1, state, versions
@@ -281,7 +281,8 @@ class Run:
             record["trained_tokens"] = tokens
         if models := whose(record):
             self._skips.add(self._recorder.logged, models, batch, {"stage": self._stage, "step": step})
-        version, self.done = self._version(), step + 1
+        version = self._logged = self._version()
+        self.done = step + 1
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
         record = {"stage": self._stage, "step": step, "seconds": round(self.seconds, 3), **record}

@@ -88,9 +88,11 @@ def test_a_reference_that_scores_otherwise_is_refused(model, batch, scoring):
 
 @pytest.mark.parametrize("option", [{"micro_batch_tokens": 64}, {"packing": True}, {"share_prefixes": False}], ids=str)
 def test_a_reference_whose_rows_lie_otherwise_is_the_same_one(model, batch, option):
-    policy, reference = Policy(model, GRPO, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**option))
-    with policy, reference:
-        policy.update(reference.score(batch))
+    objective = GRPO.replace(kl=rl_fn.components.KL("k3", 0.1))
+    parts = Policy(model, objective, AdamW(1e-3)), Reference(model, scoring=ScoringConfig(**option))
+    with parts[0] as policy, parts[1] as reference:
+        scored = reference.score(batch.with_advantages(objective))
+        assert policy.update(scored)["kl"] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_policy_and_a_reference_with_rounded_weights_agree(model, batch):

@@ -201,19 +201,24 @@ def test_the_best_step_comes_back_where_the_loop_leaves_behind_its_record(tmp_pa
 
 
 def test_a_best_step_that_was_left_is_lost_with_weights_that_moved_or_are_gone(tmp_path, engine):
-    for way in ("moved", "released"):
+    for way in ("moved before", "moved", "released"):
         with Run(tmp_path / way, Options()) as run:
             run.keep_best("held_out")
             for step in run.steps("only", 8, state={"policy": engine}):
                 engine.optimizer_step(1.0)
                 run.log(step, {"held_out": float(step)})
                 if step == 1:
+                    if way == "moved before":
+                        engine.optimizer_step(3.0)
                     break
-            engine.optimizer_step(2.0) if way == "moved" else engine.release()
+            if way == "moved":
+                engine.optimizer_step(2.0)
+            elif way == "released":
+                engine.release()
             assert run.load_best({}) is None
             run.finish({})
         [note] = [line["note"] for line in lines(tmp_path / way) if "note" in line]
-        why = "the weights have moved since then" if way == "moved" else "gave its memory back"
+        why = "gave its memory back" if way == "released" else "the weights have moved since then"
         words = "the best checkpoint is lost, the loop left step 1 of only before it was written: "
         assert note.startswith(words) and why in note
         assert names(tmp_path / way / "checkpoints") == ["step-00000001"]
