@@ -1,5 +1,6 @@
 """The requests to a server, and its replies, checked before they are believed."""
 
+import json
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ def field_of(reply: Any, name: str) -> Any:
         text = repr(reply)
         raise MalformedReply(f"a reply without {name!r}: {text[:300]}{'…' if len(text) > 300 else ''}")
     return reply[name]
+
+
+def vocabulary_of(folder: Path) -> int:
+    """Ids of the model in a folder; of a file that describes several models, of the one of text."""
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
 
 
 class EngineServer(Protocol):

@@ -3,9 +3,9 @@
 Requests and replies follow its published types. No SGLang was run with this file: a recorded server stands for it.
 """
 
-import json
 import threading
 import time
+import uuid
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,14 @@ from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.rollout.inside_vllm.held_weights import Held
 from rl_bridge.rollout.sampling import pinned, refuse_together, truncation
 from rl_bridge.rollout.served.process import ServerDied
-from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, ServerLimits, field_of
+from rl_bridge.rollout.served.protocol import (
+    Ask,
+    Completion,
+    MalformedReply,
+    ServerLimits,
+    field_of,
+    vocabulary_of,
+)
 from rl_bridge.rollout.vllm import weight_probe as probe
 
 
@@ -62,9 +69,10 @@ class SGLangServer:
         self._requests = Server(**server, timeout=options.request_seconds)
         self._control = Server(**server, timeout=options.control_seconds)
         self._asked = Server(**server, timeout=5.0)
-        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-        self.limits = probe.EngineLimits(vocabulary, options.max_model_len, options.page_size)
+        self.limits = probe.EngineLimits(vocabulary_of(folder), options.max_model_len, options.page_size)
         self._paused, self._loaded = False, None
+        # Other connections to the server number their requests from 0, too, and one that was lost may still have some.
+        self._connection = uuid.uuid4().hex
         deadline = time.monotonic() + options.start_seconds
         while self.dead():
             if time.monotonic() > deadline:
@@ -83,13 +91,13 @@ class SGLangServer:
             ValueError: the server refuses the request.
         """
         what = f"request {ask.name}"
-        return completion_of(self._sent(self._requests, "generate", request_of(ask), what), ask, what)
+        return completion_of(self._asked_for(ask, what), ask, what)
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
         """Draw exactly ``count`` tokens."""
         sampling = SamplingParams(max_new_tokens=count, temperature=temperature)
         ask = Ask("rl_fn-probe", tuple(prompt), sampling, seed, 0, count, frozenset())
-        reply = self._sent(self._requests, "generate", request_of(ask), "the probe of an update")
+        reply = self._asked_for(ask, "the probe of an update")
         completion = completion_of(reply, ask, "the probe of an update")
         meta = field_of(reply, "meta_info")
         versions = {str(span["version"]) for span in field_of(meta, "weight_versions")}
@@ -100,7 +108,7 @@ class SGLangServer:
     def abort(self, names: Collection[str]) -> None:
         """Let these requests reply with what they have, as ``abort``."""
         for name in names:
-            self._command("abort_request", {"rid": name})
+            self._command("abort_request", {"rid": f"{self._connection}-{name}"})
 
     def pause(self, *, clear: bool) -> None:
         """Running requests go back to the queue; the update flushes the cache, so they are read again after it."""
@@ -166,6 +174,10 @@ class SGLangServer:
 
     def stop(self) -> None:
         """Somebody else's server goes on."""
+
+    def _asked_for(self, ask: Ask, what: str) -> Any:
+        payload = request_of(ask._replace(name=f"{self._connection}-{ask.name}"))
+        return self._sent(self._requests, "generate", payload, what)
 
     def _done(self, path: str, payload: Any) -> None:
         """A command whose reply says whether it succeeded."""

@@ -16,7 +16,14 @@ from rl_bridge.rollout.inside_vllm.plugin import BACKEND, PROTOCOL, require_in_p
 from rl_bridge.rollout.inside_vllm.sampler_hooks import EXTENSION
 from rl_bridge.rollout.sampling import truncation
 from rl_bridge.rollout.served.process import ServerProcess
-from rl_bridge.rollout.served.protocol import Ask, Completion, MalformedReply, ServerLimits, field_of
+from rl_bridge.rollout.served.protocol import (
+    Ask,
+    Completion,
+    MalformedReply,
+    ServerLimits,
+    field_of,
+    vocabulary_of,
+)
 from rl_bridge.rollout.vllm import weight_probe as probe
 from rl_bridge.rollout.vllm.engine_options import VLLMOptions
 from rl_bridge.rollout.vllm.lora_adapters import NAME, blank_adapter
@@ -154,7 +161,7 @@ class VLLMServer:
             config = field_of(self.read("server_info?config_format=json"), "vllm_config")
             cache = field_of(config, "cache_config")
             self.limits = EngineLimits(
-                json.loads((folder / "config.json").read_text())["vocab_size"],
+                vocabulary_of(folder),
                 int(field_of(model, "max_model_len")),
                 int(field_of(cache, "block_size")) if cache.get("enable_prefix_caching") else 0,
             )

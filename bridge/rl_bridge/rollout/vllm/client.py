@@ -4,7 +4,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +32,7 @@ class EngineClient(Protocol):
 
     ``replace`` leaves the engine paused, with its version set, and the requests that it was working on begun again.
     Between ``pause`` and ``resume``, and after ``replace``, nothing but ``generate`` gives tokens out. Tokens that
-    other requests draw while ``generate`` works are kept until ``resume``, and thrown away by ``replace``.
+    other requests of a server draw while ``generate`` works are kept until ``resume``, and thrown away by ``replace``.
     """
 
     def limits(self) -> EngineLimits:
@@ -142,7 +143,6 @@ class InProcessEngine:
         self._sampling = probe_sampling if sampling is None else sampling
         self._running: dict[str, tuple[Any, Any, dict[str, Any]]] = {}
         self._held: list[Any] = []
-        self._unproved: list[Any] | None = None
         self._probes = 0
         self._adapter: Any = None
         self._deaths = 0
@@ -177,9 +177,7 @@ class InProcessEngine:
         return ended
 
     def step(self) -> list[Any]:
-        """``LLMEngine.step``, which gives nothing while an update is not proved."""
-        if self._unproved is not None:
-            return []
+        """``LLMEngine.step``, which gives nothing of an engine that is paused."""
         try:
             outputs, self._held = (self._held, []) if self._held else (self.engine.step(), [])
         except RankDied as death:
@@ -219,10 +217,7 @@ class InProcessEngine:
 
     def pause(self) -> None:
         """``pause_scheduler("keep")``: running requests are pre-empted and read again after the update."""
-        lost, self._unproved = self._unproved or [], []
         self._core.pause_scheduler("keep", clear_cache=True)
-        # They ended beside the probe of an update that was never proved.
-        self._add_again({output.request_id for output in lost if output.finished})
 
     def is_paused(self) -> bool:
         """The scheduler's state."""
@@ -271,24 +266,23 @@ class InProcessEngine:
         return bool(self.engine.reset_prefix_cache(reset_running_requests=True))
 
     def generate(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> Drawn:
-        """Step the engine until these tokens are drawn; outputs of other requests are kept."""
+        """Step the engine until these tokens are drawn; other requests draw nothing meanwhile."""
         self._probes += 1
         name = f"rl_fn-probe-{self._probes}"
         params = self._sampling(max_tokens=count, seed=seed, temperature=temperature)
         paused = self.is_paused()
-        if paused:
-            self._core.resume_scheduler()
+        if not paused:  # rows that run give up their seats, and are read again
+            self._core.pause_scheduler("keep", clear_cache=bool(self._running))
         try:
-            self._add(name, {"prompt_token_ids": list(prompt)}, params, {})
-            return self._drawn(tuple(prompt), self._until_finished(name))
+            with self._alone():
+                self._add(name, {"prompt_token_ids": list(prompt)}, params, {})
+                return self._drawn(tuple(prompt), self._until_finished(name))
         finally:
-            if paused:
-                self._core.pause_scheduler("keep", clear_cache=False)
+            if not paused:
+                self._core.resume_scheduler()
 
     def resume(self) -> None:
-        """Let requests draw again; the next ``step`` gives out the outputs that were kept."""
-        self._held += self._unproved or []
-        self._unproved = None
+        """Let requests draw again."""
         self._core.resume_scheduler()
 
     def replace(self, folder: Path, version: str, adapter: Path | None = None) -> None:
@@ -301,7 +295,6 @@ class InProcessEngine:
                 logger.exception("an engine of vLLM that is replaced did not close cleanly")
             del engine
         self._open_from(folder)
-        self._unproved = []
         self._core.pause_scheduler("keep", clear_cache=True)
         self.engine.set_weight_version(version)
         self._adapter = None
@@ -314,11 +307,8 @@ class InProcessEngine:
     def _begin_again(self) -> None:
         ended = {output.request_id for output in self._held if output.finished}
         self._held = [output for output in self._held if output.request_id in ended]
-        self._add_again(self._running.keys() - ended)
-
-    def _add_again(self, request_ids: Collection[str]) -> None:
         for request_id, (prompt, params, options) in self._running.items():
-            if request_id in request_ids:
+            if request_id not in ended:
                 self._add(request_id, prompt, params, options)
 
     def _add(self, request_id: str, prompt: Any, params: Any, options: dict[str, Any]) -> None:
@@ -345,13 +335,24 @@ class InProcessEngine:
     def _core(self) -> Any:
         return self.engine.engine_core.engine_core
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A paused engine whose requests wait aside: behind more of them than seats, a probe would come last."""
+        scheduler = self._core.scheduler
+        others, scheduler.waiting = scheduler.waiting, type(scheduler.waiting)()
+        self._core.resume_scheduler()
+        try:
+            yield
+        finally:
+            self._core.pause_scheduler("keep", clear_cache=False)
+            scheduler.waiting = others
+
     def _until_finished(self, name: str) -> Any:
-        others = self._held if self._unproved is None else self._unproved
         limit = time.monotonic() + self._timeout
         while True:
             for output in self.engine.step():
                 if output.request_id != name:
-                    others.append(output)
+                    self._held.append(output)  # of a batch that was on its way before the pause
                 elif output.finished:
                     return output
             if time.monotonic() > limit:

@@ -222,6 +222,29 @@ def test_rows_are_aborted_and_a_server_that_is_gone_is_waited_for(fake, folder):
     engine.close()
 
 
+def test_connections_to_one_server_name_no_request_alike(fake, folder):
+    """Each numbers its requests from 0, and a server takes a second request of a running one's name for its own."""
+    with recorded(fake) as (url, asked):
+        for _ in range(2):
+            engine = engine_at(url, folder)
+            decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[7])
+            for key in range(3):
+                decoder.add(key, [1, 2], seed=key, limit=4)
+            finish(decoder)
+            engine.generate([1, 2, 3], count=2, seed=1, temperature=1.0)
+            engine.close()
+    names = [payload["rid"] for path, payload in asked if path == "/generate"]
+    assert len(names) == len(set(names)) == 8
+
+
+def test_the_vocabulary_is_the_text_s_where_a_file_describes_several_models(fake, tmp_path):
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 13}, "vision_config": {"vocab_size": 5}}')
+    with recorded(fake) as (url, _):
+        engine = engine_at(url, tmp_path)
+        assert engine.limits().vocabulary == 13
+        engine.close()
+
+
 @pytest.mark.parametrize(
     "change, said",
     [

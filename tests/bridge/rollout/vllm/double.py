@@ -17,7 +17,7 @@ from rl_bridge.rollout.vllm.client import InProcessEngine
 from rl_bridge.rollout.vllm.weight_copies import header_of, mapped
 from rl_bridge.weights.manifest import Manifest, compare
 
-BLOCK, LONGEST = 32, 96
+BLOCK, LONGEST, SEATS = 32, 96, 3
 
 
 @dataclass
@@ -55,7 +55,9 @@ class DoubleEngine:
         device = SimpleNamespace(device_type="cpu")
         self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache, device_config=device)
         self.engine_core = SimpleNamespace(engine_core=self)
-        self._running, self._prefixes, self._paused = {}, {}, False
+        self.scheduler = self
+        self.waiting, self.running, self._prefixes, self._paused = {}, {}, {}, False
+        self.steps = 0
         self._version, self._active, self._broken, self._left = "default", False, None, None
         self.closed = False
 
@@ -63,23 +65,27 @@ class DoubleEngine:
 
     def add_request(self, request_id, prompt, params):
         generator = torch.Generator().manual_seed(params.seed)
-        self._running[request_id] = Running(list(prompt["prompt_token_ids"]), params, generator)
+        self.waiting[request_id] = Running(list(prompt["prompt_token_ids"]), params, generator)
 
     def abort_request(self, request_ids):
         for request_id in request_ids:
-            self._running.pop(request_id, None)
+            self.waiting.pop(request_id, None)
+            self.running.pop(request_id, None)
 
     @torch.no_grad()
     def step(self):
-        if self._paused or not self._running:
+        if self._paused or not (self.waiting or self.running):
             return []
         if self._left is not None:
             raise RuntimeError("a layer is on the meta device")
-        for request in self._running.values():
+        self.steps += 1
+        for name in list(self.waiting)[: SEATS - len(self.running)]:
+            self.running[name] = self.waiting.pop(name)
+        for request in self.running.values():
             self._draw(request)
-        ended = {name: one for name, one in self._running.items() if len(one.tokens) == one.params.max_tokens}
+        ended = {name: one for name, one in self.running.items() if len(one.tokens) == one.params.max_tokens}
         for name in ended:
-            del self._running[name]
+            del self.running[name]
         return [self._output(name, request) for name, request in ended.items()]
 
     def _draw(self, request):
@@ -142,10 +148,11 @@ class DoubleEngine:
         return self._paused
 
     def reset_prefix_cache(self, reset_running_requests=False):
-        if self._running and not reset_running_requests:
+        if self.running and not reset_running_requests:
             return False
         self._prefixes.clear()
-        for request in self._running.values():
+        self.waiting, self.running = {**self.running, **self.waiting}, {}
+        for request in self.waiting.values():
             request.past = None
         return True
 

@@ -264,8 +264,8 @@ def test_going_back_reads_nothing_from_a_prefix_cache_and_says_its_version(world
         worker.updated.restart()
 
 
-def test_what_was_drawn_before_its_proof_is_not_given_out(world, monkeypatch):
-    """The request ends while the probe is drawn: its end is thrown away, and comes again from proved weights."""
+def test_nothing_is_drawn_before_its_proof(world, monkeypatch):
+    """The request is shorter than the probe, and all its tokens are of proved weights."""
     policy, engine, worker = world
     module = worker_of(policy)
     worker.client.abort_request(["running"])
@@ -273,7 +273,7 @@ def test_what_was_drawn_before_its_proof_is_not_given_out(world, monkeypatch):
     scores = type(module).token_logprobs
 
     def scored(self, batch):
-        assert worker.client._unproved and worker.client.step() == []
+        assert worker.client.step() == []
         return scores(self, batch) + (0.5 if worker.updated.replaced == 0 else 0.0)
 
     monkeypatch.setattr(type(module), "token_logprobs", scored)

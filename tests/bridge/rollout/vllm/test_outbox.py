@@ -80,10 +80,20 @@ class Inside:
         cache.block_size, cache.enable_prefix_caching = 8, False
         self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
         self.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
-        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(is_scheduler_paused=lambda: False))
+        self.engine_core = SimpleNamespace(engine_core=self)
+        self.scheduler = SimpleNamespace(waiting=[])
         self.begun, self.ends = {}, {}
 
     def collective_rpc(self, *of, **how):
+        pass
+
+    def is_scheduler_paused(self):
+        return False
+
+    def pause_scheduler(self, mode, clear_cache):
+        pass
+
+    def resume_scheduler(self):
         pass
 
     def set_weight_version(self, version):
@@ -152,6 +162,20 @@ def test_rows_that_have_ended_are_withdrawn_too_with_their_own_reasons(client, w
     assert decoder.running == 6 - len(chosen)
     left = decoder.step() if {0, 1, 4} - chosen else []
     assert {row.key: row.reason for row in left} == {key: wanted[key] for key in {0, 1, 4} - chosen}
+
+
+def test_a_fresh_engine_gets_what_has_not_ended_and_nothing_else(client):
+    """A batch that was on its way when the engine was paused has ended a request, which the client still holds."""
+    outbox = Outbox(client, SimpleNamespace())
+    decoder = VLLMDecoder(outbox, GREEDY, stop={STOP}, longest=30)
+    for key in range(3):
+        decoder.add(key, [5], seed=key, limit=8)
+    names = list(client.engine.begun)
+    client.engine.ends = {names[1]: [4, STOP]}
+    in_the_client(client, outbox)
+    client.replace(Path(), "1")
+    assert list(client.engine.begun) == [names[0], names[2]]
+    assert [row.key for row in decoder.step()] == [1] and decoder.running == 2
 
 
 @pytest.mark.parametrize("positions", [6, 12, 30])

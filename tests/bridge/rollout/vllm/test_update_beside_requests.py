@@ -5,6 +5,7 @@ import torch
 
 from rl_bridge.executors import LocalExecutor
 from tests.bridge.rollout.vllm.policies import (
+    OPTIONS,
     RUNNING,
     draw,
     ends_of,
@@ -77,6 +78,26 @@ def test_running_requests_go_on_across_an_update(world):
     versions = check(worker.client, {old: before, old + 1: model_at(policy)})
     assert versions == [[old, old + 1]] * (ROWS + 1)
     assert gap(draw(worker.client), worker_of(policy).model) < 1e-4
+
+
+def test_an_update_waits_for_no_row_where_more_run_than_have_seats(world):
+    """Behind nine rows of eight seats a probe would be drawn after the first row's end, at 30 tokens."""
+    policy, engine, worker = world
+    client, rows = worker.client, OPTIONS["max_num_seqs"] + 1
+    for row in range(rows):
+        client.add_request(f"row-{row}", {"prompt_token_ids": list(RUNNING)}, request(client, COUNT, seed=row))
+    for _ in range(12):
+        assert not client.step()
+    policy.advance()
+    before = tokens_of(client)
+    assert policy.sync_weights(engine) == engine.weights_version and worker.updated.replaced == 0
+    assert before == {name: tokens_of(client)[name] for name in before} and sum(before.values()) > 0
+    assert sorted(output.request_id for output in ends_of(client)) == [f"row-{row}" for row in range(rows)]
+
+
+def tokens_of(client):
+    """Tokens that each request of the scheduler has drawn."""
+    return {name: one.num_output_tokens for name, one in client._core.scheduler.requests.items()}
 
 
 def test_running_requests_begin_again_in_a_replaced_engine(world, monkeypatch):

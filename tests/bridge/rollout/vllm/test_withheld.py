@@ -11,7 +11,7 @@ from rl_bridge.executors import LocalExecutor
 from rl_bridge.rollout.rollout_worker import Generating
 from rl_bridge.rollout.vllm.weight_updates import UpdateFailed
 from rl_bridge.weights import WeightSyncError
-from tests.bridge.rollout.vllm.double import open_double
+from tests.bridge.rollout.vllm.double import SEATS, open_double
 from tests.bridge.rollout.vllm.faults import poisoned
 from tests.bridge.rollout.vllm.policies import (
     RUNNING,
@@ -115,6 +115,22 @@ def test_what_ended_beside_an_update_is_given_out_once_and_after_the_proof(world
     assert given_out(client) == []
     client.resume()
     assert given_out(client) == ["before", "beside"] and not client.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("rows", [0, SEATS, 3 * SEATS])
+def test_an_update_waits_for_no_row_however_many_there_are(world, rows):
+    """All are longer than the probe: one that waited for a seat, or behind them, would step the engine 20 times."""
+    policy, engine, worker = world
+    client, core = worker.client, worker.client._core
+    for row in range(rows):
+        client.add_request(f"row-{row}", {"prompt_token_ids": list(RUNNING)}, request(client, 20, seed=row))
+    assert given_out(client, steps=3) == []
+    policy.advance()
+    before, drawn = core.steps, [len(row.tokens) for row in (core.running | core.waiting).values()]
+    assert policy.sync_weights(engine) == 2 and worker.updated.replaced == 0
+    probe = worker.updated._probe
+    assert core.steps - before == 1 + probe.count and [len(row.tokens) for row in core.waiting.values()] == drawn
+    assert sorted(given_out(client, steps=100)) == [f"row-{row}" for row in range(rows)]
 
 
 @pytest.fixture
