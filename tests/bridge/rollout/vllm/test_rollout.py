@@ -316,8 +316,8 @@ def test_keys_and_values_leave_a_device_once_the_scheduler_is_paused(rollout, mo
 
 @pytest.mark.parametrize("leave", [False, True], ids=["to the end", "withdrawn"])
 @pytest.mark.parametrize("name", ["plain", "all"])
-def test_a_stop_text_that_is_complete_while_a_probe_is_drawn_cuts_there(rollout, tokenizer, name, leave):
-    """The engine draws on meanwhile, and its outputs share one list of tokens: only the last one was looked at."""
+def test_rows_draw_nothing_beside_a_probe_and_go_on_as_if_there_were_none(rollout, tokenizer, name, leave):
+    """They drew on meanwhile, behind the tokens with which their stop texts were complete."""
     sampling = replace(SAMPLING, **CUTS[name], stop=("1", "a"))
 
     def started():
@@ -330,23 +330,23 @@ def test_a_stop_text_that_is_complete_while_a_probe_is_drawn_cuts_there(rollout,
         return [drawn for _ in range(60) for drawn in decoder.step()]
 
     wanted = {drawn.key: drawn for drawn in ended(started())}
+    assert sum(drawn.reason == "stop" and len(drawn.tokens) > 1 for drawn in wanted.values()) > 1
     decoder, client = started(), rollout._client
     assert not decoder.step()
+    before = decoder.unfinished_tokens
     client.pause()
     client.generate([5, 6, 7], count=20, seed=1, temperature=1.0)
     client.resume()
-    found = [*(decoder.withdraw() if leave else ()), *ended(decoder)]  # those that vLLM ended are given out by a step
-    assert len(found) == len(wanted) and not decoder.running
-    cut = 0
-    for drawn in found:
-        expected = wanted[drawn.key]
-        if drawn.reason != "abort":
-            assert (drawn.reason, drawn.tokens, drawn.allowed) == (expected.reason, expected.tokens, expected.allowed)
-            np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=5e-5)
-            cut += drawn.reason == "stop" and len(drawn.tokens) > 1
-        else:
-            assert list(drawn.tokens) == list(expected.tokens)[: len(drawn.tokens)]
-    assert cut > 1
+    assert decoder.unfinished_tokens == before
+    found = {drawn.key: drawn for drawn in (decoder.withdraw() if leave else ended(decoder))}
+    assert found.keys() == wanted.keys() and not decoder.running
+    for key, expected in wanted.items():
+        count = len(found[key].tokens)
+        assert (found[key].reason, found[key].tokens) == (
+            ("abort", expected.tokens[:count]) if leave else (expected.reason, expected.tokens)
+        )
+        assert (found[key].allowed or []) == (expected.allowed or [])[:count]
+        np.testing.assert_allclose(found[key].logprobs, expected.logprobs[:count], atol=5e-5)
 
 
 @pytest.mark.parametrize("token", [-1, 60, 10**6])
