@@ -6,7 +6,6 @@ import difflib
 import importlib
 import io
 import os
-import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -89,7 +88,8 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
             # tyro prints the error of a class in spite of console_outputs=False.
             with contextlib.nullcontext() if helps else contextlib.redirect_stderr(errors):
                 config = tyro.cli(kind, console_outputs=helps, **settings)
-            print(errors.getvalue(), end="", file=sys.stderr)  # warnings of the config's own
+            if warnings := errors.getvalue().rstrip("\n"):  # of the config's own
+                say(warnings, error=True)
             return config
         except SystemExit as left:
             if helps or left.code in (None, 0):
