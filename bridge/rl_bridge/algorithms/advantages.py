@@ -176,8 +176,8 @@ def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *
     (1.0, 0.1, 1.0)
 
     Raises:
-        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of; or it
-            takes no penalty.
+        ValueError: the objective has other weights, takes none, or adds rewards that something else makes one of; it
+            takes no penalty; or all that it reads has weight 0.
     """
     require_unpenalised(objective, penalised=penalised)
     advantage: Any = objective.advantage
@@ -185,6 +185,13 @@ def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *
         raise ValueError(
             f"{objective.name} divides by the mean reward of a group, and tchebycheff makes rewards ≤ 0: take "
             "weighted_sum, --policy.scalar.method weighted_sum"
+        )
+    own = advantage.weights if advantage.rewards_shape == SEVERAL and hasattr(advantage, "weights") else None
+    counted = own or (*(weights or ()), *((1.0,) if penalised else ()))
+    if advantage.rewards_shape != "none" and counted and not any(counted):
+        raise ValueError(
+            f"every reward has weight 0, and {objective.name} has nothing to train on: got weights {tuple(counted)}; a "
+            "reward that is to be measured alone stands beside one that counts"
         )
     if advantage.rewards_shape != SEVERAL:
         return objective

@@ -18,7 +18,6 @@ from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import require_micro_batches, require_whole_batch
-from rl_bridge.rewards.rewards import require_weight
 from rl_bridge.run.options import require_used
 from rl_fn import Objective
 from rl_fn.objectives.components import (
@@ -155,6 +154,9 @@ class ScalarOptions:
     def __post_init__(self) -> None:
         """Refuse an ideal point without its method, the method without its point, and a negative ρ."""
         check_options(self)
+        for name in ("weights", "ideal"):
+            if (numbers := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(float(number) for number in numbers))
         if not 0 <= self.rho < float("inf"):
             raise ValueError(f"rho must be finite and not negative, got {self.rho}")
         if (self.ideal is not None) != (self.method == "tchebycheff"):
@@ -162,7 +164,6 @@ class ScalarOptions:
                 f"ideal goes with method tchebycheff, and tchebycheff with ideal; got {given(self, 'method', 'ideal')}"
             )
         if self.method != "tchebycheff":
-            require_weight(self.weights or ())
             require_used(self, ("rho",), "without --policy.scalar.method tchebycheff", part="policy.scalar")
 
     def combine(

@@ -137,6 +137,18 @@ def shares_of(
         yield batch.rows(index), float(denominator(mask, turns)), index, int(mask.sum())
 
 
+def require_updates(sampled: Sampled, count: int) -> None:
+    """Refuse more updates of a step than there are completions. Those that a selection left may be fewer.
+
+    Raises:
+        ValueError: with both numbers.
+    """
+    if count > (drawn := sampled.sampled_groups * sampled.rewards.shape[1]):
+        raise ValueError(
+            f"updates={count} are parts of a step's completions, and {drawn} were drawn: at most one a completion"
+        )
+
+
 def over_counted(totals: Mapping[str, Any], denominator: float, tokens: int) -> dict[str, Any]:
     """Undivided metrics of the computed rows → those of all rows that count, where these are known.
 

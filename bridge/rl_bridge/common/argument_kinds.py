@@ -1,30 +1,46 @@
 """Options and arguments of another kind than their annotation: choices, numbers, texts, objects, each by its name."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields
 from numbers import Integral, Real
+from os import PathLike
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
+
+_PACKAGES = ("rl_bridge", "rl_fn", "rl_train")
 _NUMBERS: dict[Any, tuple[Any, str]] = {
-    bool: (bool, "True or False"),
+    bool: ((bool, np.bool_), "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     str: (str, "a text"),
     NoneType: (NoneType, ""),
 }
 """Kind of an annotation → the class of its values, and its words. True and False are no numbers."""
-_SEVERAL: dict[Any, tuple[Any, str]] = {Sequence: (Iterable, "a list"), Mapping: (Mapping, "a dictionary")}
-"""Kinds of several objects: an array of NumPy is a list, too."""
+_SEVERAL: dict[Any, tuple[Any, str]] = {Sequence: (object, "a list"), Mapping: (Mapping, "a dictionary")}
+"""Kinds of several objects."""
 
-_hints = functools.cache(get_type_hints)
+
+@functools.cache
+def _hints(of: Any) -> dict[str, Any]:
+    """Annotations of a function, or of a class; not those of a user's class, whose names may stand in no module."""
+    if not isinstance(of, type):
+        return get_type_hints(of)
+    hints: dict[str, Any] = {}
+    for base in reversed(of.__mro__):
+        if base.__module__.partition(".")[0] in _PACKAGES:
+            hints |= get_type_hints(base)
+        else:
+            hints = {name: hint for name, hint in hints.items() if name not in vars(base).get("__annotations__", ())}
+    return hints
 
 
 def check_options(options: Any) -> None:
     """Refuse an option of another kind than its annotation, which the command line refuses where it is read.
 
-    Paths, tuples, functions and what is in a list are not looked at.
+    Paths, tuples, functions, what is in a list, and options that a user's class adds are not looked at.
 
     >>> from rl_bridge.modules.trainable import OptimizerConfig
     >>> check_options(OptimizerConfig(learning_rate=1e-3))
@@ -33,8 +49,10 @@ def check_options(options: Any) -> None:
         TypeError: with the option's name, its kinds and the value.
         ValueError: a value beside the choices that there are.
     """
+    hints = _hints(type(options))
     for option in fields(options):
-        check_argument(option.name, getattr(options, option.name), _hints(type(options))[option.name])
+        if option.name in hints:
+            check_argument(option.name, getattr(options, option.name), hints[option.name])
 
 
 def check_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -64,11 +82,12 @@ def check_argument(name: str, value: Any, annotation: Any) -> None:
         key = get_origin(kind) or kind
         if key is Literal:
             choices += get_args(kind)
-            if any(type(value) is type(choice) and value == choice for choice in get_args(kind)):
+            if any(_is_choice(value, choice) for choice in get_args(kind)):
                 return
         elif key in _NUMBERS or key in _SEVERAL or _is_own(key):
             of_kind, in_words = (_NUMBERS | _SEVERAL).get(key) or (key, f"{key.__name__}(…)")
-            if isinstance(value, of_kind) and not (isinstance(value, bool) and key in (int, float)):
+            beside = _is_no_list(value) if key is Sequence else key in (int, float) and isinstance(value, bool)
+            if isinstance(value, of_kind) and not beside:
                 return
             words += [in_words] if in_words else []
             of_objects = of_objects or key not in _NUMBERS
@@ -76,11 +95,27 @@ def check_argument(name: str, value: Any, annotation: Any) -> None:
             return
     expected = " or ".join([*words, *([f"one of {', '.join(map(str, choices))}"] if choices else [])])
     text = f"{type(value).__name__} {repr(value)[:80]}" if of_objects else repr(value)
+    if str in kinds and isinstance(value, PathLike):
+        expected += ", as str(path)"
+    if not {int, float}.isdisjoint(kinds) and getattr(value, "ndim", None) == 0:
+        expected += ", as value.item()"
     error = TypeError if words else ValueError
     raise error(f"{name} is {expected}, got {text}")
 
 
+def _is_choice(value: Any, choice: Any) -> bool:
+    """Whether these are one; a text of NumPy is a text, and 1 is not True."""
+    alike = isinstance(value, type(choice)) and isinstance(value, bool) == isinstance(choice, bool)
+    return alike and value == choice
+
+
+def _is_no_list(value: Any) -> bool:
+    """Whether this is not read by places: a text, or a generator. An array and a data set are lists."""
+    whole = isinstance(value, str | bytes | Mapping | Set)
+    return whole or not (hasattr(value, "__len__") and hasattr(value, "__getitem__"))
+
+
 def _is_own(kind: Any) -> bool:
     """Whether this is a class of these packages, and no protocol, which objects of any class may have."""
-    own = isinstance(kind, type) and kind.__module__.partition(".")[0] in ("rl_bridge", "rl_fn", "rl_train")
+    own = isinstance(kind, type) and kind.__module__.partition(".")[0] in _PACKAGES
     return own and not getattr(kind, "_is_protocol", False)

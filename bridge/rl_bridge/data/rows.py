@@ -406,7 +406,7 @@ class RowStream(Generic[Row]):
     """Every row once an epoch, in an order that depends on the seed and the epoch alone."""
 
     def __init__(self, rows: Sequence[Row], seed: int) -> None:
-        if not rows:
+        if not len(rows):
             raise ValueError("there are no rows to train on")
         self._rows = rows
         self._seed = seed

@@ -430,7 +430,7 @@ def _remark_on_warmup(name: str, optimizer: Any) -> None:
         if highest < 1:
             tell(
                 f"{name}: AdamW(warmup={optimizer.warmup}) is longer than the schedule, total={optimizer.total}: the "
-                f"learning rate comes to {highest * optimizer.learning_rate:.3g}, and never to "
+                f"learning rate comes to {highest * optimizer.learning_rate:.3g} within that, and not to "
                 f"{optimizer.learning_rate:g}"
             )
 

@@ -21,7 +21,14 @@ from rl_bridge.algorithms.policy_setup import (
     require_group,
     require_parts,
 )
-from rl_bridge.algorithms.policy_training import Mismatch, Remarks, policy_update, shares_of, watched_rows
+from rl_bridge.algorithms.policy_training import (
+    Mismatch,
+    Remarks,
+    policy_update,
+    require_updates,
+    shares_of,
+    watched_rows,
+)
 from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
 from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.common.terminal import tell
@@ -192,10 +199,10 @@ class Policy(Scored):
 
         Raises:
             TypeError: a batch of another kind than the objective learns from.
-            ValueError: several updates of rows or comparisons; a batch without advantages, with those of another
-                objective, or without what the loss reads; or sampled from another distribution than this policy scores,
-                from older weights, or by an earlier seed; or rows that were encoded for another vocabulary, or compared
-                with a reference that scores otherwise.
+            ValueError: several updates of rows or comparisons, or more than completions; a batch without advantages,
+                with those of another objective, or without what the loss reads; or sampled from another distribution
+                than this policy scores, from older weights, or by an earlier seed; or rows that were encoded for
+                another vocabulary, or compared with a reference that scores otherwise.
         """
         change(self)
         if isinstance(self.objective, NLL | ComparisonLoss):
@@ -219,6 +226,7 @@ class Policy(Scored):
             raise TypeError(f"{self.objective.name} does not learn from a {type(batch).__name__}{way_on}")
         self.require_batch(batch)
         require_group(self.objective, batch.groups.sampling.n, "n")
+        require_updates(batch.groups.scored, updates)
         computed, counted = selected(batch, self.objective)
         if updates:
             require_scored(self.objective, self.objective.required_batch_fields, batch.tokens._asdict())

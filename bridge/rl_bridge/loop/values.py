@@ -6,7 +6,7 @@ from typing import Any
 
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_reward_model
-from rl_bridge.algorithms.policy_training import critic_update, shares_of
+from rl_bridge.algorithms.policy_training import critic_update, require_updates, shares_of
 from rl_bridge.common.argument_kinds import check_call
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
@@ -75,9 +75,10 @@ class Critic(Scored):
         """The optimiser's step on the returns: a completion teaches the critic whether or not it teaches the policy.
 
         Raises:
-            ValueError: a batch without advantages.
+            ValueError: a batch without advantages, or more updates than completions.
         """
         self.require_batch(batch)
+        require_updates(batch.groups.scored, updates)
         change(self)
         _, counted = selected(batch, self.objective)
         metrics: dict[str, float] = {}

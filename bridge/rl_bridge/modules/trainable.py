@@ -76,7 +76,7 @@ class OptimizerConfig:
         >>> OptimizerConfig(learning_rate=1.0, warmup=100).highest(10)
         0.1
         """
-        return max(self.scale(0, updates), self.scale(updates - 1, updates))
+        return self.scale(min(self.warmup, updates - 1), updates)
 
     def scale(self, step: int, total: int) -> float:
         """The share of the learning rate that update ``step`` (from 0) of ``total`` is made with."""

@@ -56,11 +56,12 @@ class LoRAOptions:
     def __post_init__(self) -> None:
         """Refuse a rank or a scale that no adapter has, and constants without a rank.
 
-        ``target_modules`` may be a list or one text, as peft takes them.
+        ``target_modules`` may be a list, a set or one text, which is no pattern.
         """
         check_options(self)
         targets: Any = self.target_modules
         targets = (targets,) if isinstance(targets, str) else targets
+        targets = sorted(targets, key=str) if isinstance(targets, set | frozenset) else targets
         if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
             raise TypeError(f"target_modules is ends of module names, as ('q_proj',), got {targets!r}")
         object.__setattr__(self, "target_modules", tuple(targets))

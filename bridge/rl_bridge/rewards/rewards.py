@@ -76,19 +76,8 @@ class NamedReward(Protocol):
         ...
 
 
-def require_weight(weights: Sequence[float]) -> None:
-    """Refuse weights that are all 0, which leave no number to train on. Without any, each is 1.
-
-    >>> require_weight([0.0, 1.0])  # the first is a metric
-
-    Raises:
-        ValueError: with the weights.
-    """
-    if len(weights) and not any(weights):
-        raise ValueError(
-            f"every reward has weight 0, and nothing is trained on: got weights {tuple(weights)}; a reward that is to "
-            "be measured alone stands beside one that counts"
-        )
+SHOWING = 64
+"""Rows of a run whose rewards are asked for their names before a model is made."""
 
 
 class Rewards:
@@ -126,7 +115,6 @@ class Rewards:
             raise ValueError(f"none is one of {', '.join(get_args(OnNone))}, got {none!r}")
         if not all(map(math.isfinite, self._weights)):
             raise ValueError(f"weights of rewards are finite numbers, got {self._weights}")
-        require_weight(self._weights)
         self._check()
 
     @property
@@ -173,10 +161,14 @@ class Rewards:
             values = self._named_values(place, reward, trajectories)
             for rewards, own in zip(results, values, strict=True):
                 rewards |= {name: own.get(name, math.nan) for name in self._names[place]}
-        if trajectories and not self._tried:
+        if trajectories and not self._tried and (self.none == "refuse" or self._all_settled):
             self._tried = True
             self._check()
         return [replace(trajectory, rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
+
+    @property
+    def _all_settled(self) -> bool:
+        return len(self._settled) == len(self._rewards)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The names that functions gave their rewards: a resumed run may train on rewards of the run before."""
@@ -250,6 +242,12 @@ class Rewards:
         """
         trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer, conversations)]
         numbers = [value for trial in self.score(trials) for value in trial.rewards.values()]
+        # A reward that is None for one task shows the names of its numbers where it applies.
+        for row in rows[2:SHOWING]:
+            if self.none == "refuse" or self._all_settled:
+                break
+            self.score(list(_trials(row, tokenizer, conversations)))
+        self._tried = True
         if numbers and all(map(math.isnan, numbers)):
             raise RewardError(
                 f"no reward of {', '.join(self.names)} returned a number for {trials[0].row.get('_where', 'a row')} or "

@@ -165,10 +165,12 @@ class Run:
         self._observers = Observers(observers, self.note)
         self._signals = StopRequest()
         self._bar: Bar | None = None
-        self._stage, self._updated = "", None
+        self._stage, self._state = "", {}
         self._unsaved: tuple[str, int, Mapping[str, Engine | Stateful], dict[str, int]] | None = None
         """Stage, steps, state and versions of a step that the loop left behind its record, before its checkpoint."""
-        self._step_started, self._logged = 0.0, None
+        self._step_started, self._moved = 0.0, False
+        self._logged: dict[str, int] = {}
+        """Versions of the engines' weights at the last record."""
         self.done = 0
         """Steps of this stage that are done: recorded, or behind the loop."""
         if lost := self._lose_best():
@@ -225,7 +227,7 @@ class Run:
         if self._stage not in ("", stage, *self._finished):
             self._finished = {**self._finished, self._stage: self.done}  # the loop left that stage before its last step
         self.done = 0
-        self._stage, self._updated = stage, _updated(state)
+        self._stage, self._state = stage, state
         self._checkpointer.require_shared(_split(state)[0])
         if self._resumed is not None and stage == self._resumed["stage"]:
             self.done = self._resumed["step_of_stage"]
@@ -237,7 +239,8 @@ class Run:
                 )
                 total = self.done
         else:
-            self._first_update = self._version()
+            updated = next((engine for engine in _split(state)[0].values() if _is_updated(engine)), None)
+            self._first_update = None if updated is None else updated.call("weights_version")
         self._bar = Bar(stage, self.done, total)
         for step in range(self.done, total):
             self._step_started, before = time.monotonic(), self._recorder.logged
@@ -245,17 +248,21 @@ class Run:
                 yield step
             except GeneratorExit:
                 if self._recorder.logged > before:
-                    try:
-                        versions = _versions(state) if self._version() == self._logged else {}  # none fit the record
-                    except Exception:  # of engines that are gone, which is said where their checkpoint is missed
-                        versions = {}
-                    self._unsaved = stage, step + 1, state, versions
+                    self._unsaved = stage, step + 1, state, self._logged
                 raise
             self._bar.update()
             self.done = done = step + 1
             stop, cause = self._signals.number, self._skips.cause()
-            due = done == total or done % self._every == 0 or self._best.is_new(self._recorder.logged)
-            if due or stop is not None or cause is not None:
+            recorded, is_best = self._recorder.logged > before, self._best.is_new(self._recorder.logged)
+            if recorded and is_best and not self._moved and _versions(state) != self._logged:
+                self._moved = True
+                self.note(
+                    "weights moved between run.log and the end of the step: the best checkpoint has those of the end, "
+                    "and its record measured others; log behind the updates"
+                )
+            due = done == total or done % self._every == 0 or is_best or stop is not None or cause is not None
+            # A checkpoint has its record's number: that of a best step is not written again by steps without a record.
+            if due and (recorded or not is_best):
                 self._save(stage, done, state)
             if cause is not None:
                 self._checkpointer.wait()
@@ -281,7 +288,9 @@ class Run:
             record["trained_tokens"] = tokens
         if models := whose(record):
             self._skips.add(self._recorder.logged, models, batch, {"stage": self._stage, "step": step})
-        version = self._logged = self._version()
+        engines = {name: engine for name, engine in _split(self._state)[0].items() if engine.slots}
+        self._logged = _versions(engines)
+        version = next((self._logged[name] for name, engine in engines.items() if _is_updated(engine)), None)
         self.done = step + 1
         if version is not None and self._first_update is not None:
             record |= {"weights_version": version, "optimizer_step": version - self._first_update}
@@ -424,10 +433,6 @@ class Run:
             tell(f"another mesh: {'; '.join(moved)}; the numbers are the same to rounding, not to the bit")
             self._recorder.note({"step": self._recorder.logged, "meshes": moved})
 
-    def _version(self) -> int | None:
-        """Version of the weights of the engine that this stage updates."""
-        return None if self._updated is None else self._updated.call("weights_version")
-
     def _how_to_go_on(self) -> str:
         again = f"go on with the same command and --name {self.folder.name} --resume"
         path = self._checkpointer.newest()
@@ -479,10 +484,9 @@ def _meshes(engines: Mapping[str, Engine]) -> dict[str, str]:
     return {name: str(engine.mesh) for name, engine in engines.items()}
 
 
-def _updated(state: Mapping[str, Engine | Stateful]) -> Engine | None:
-    """The first engine with an optimiser and a version."""
-    methods = {"optimizer_step", "weights_version"}
-    return next((engine for engine in _split(state)[0].values() if methods <= engine.methods.keys()), None)
+def _is_updated(engine: Engine) -> bool:
+    """Whether the engine has an optimiser and a version."""
+    return engine.methods.keys() >= {"optimizer_step", "weights_version"}
 
 
 def _versions(state: Mapping[str, Engine | Stateful]) -> dict[str, int]:

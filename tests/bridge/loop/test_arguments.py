@@ -35,11 +35,12 @@ GRPO, PPO, RATE = rl_fn.recipes.grpo().replace(kl=None), rl_fn.recipes.ppo(), Ad
 PROMPTS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
 SAMPLING = SamplingParams(n=2, max_new_tokens=3, seed=1)
 FLAGS, COUNTS, NUMBERS = ["no", 1, None], ["16", 1.5, True, [2]], ["a", True, [0.5]]
+READ_ONCE = iter(())
 PLACED = {
     "mesh": [2, "2", (1, 2), {"shard": 2}, Mesh],
     "scoring": [0.7, {"temperature": 0.7}, ScoringConfig, Mesh()],
     "parallel": [True, "bf16", ParallelConfig],
-    "apart_from": [None, 2, [2], "rollout", [Rollout]],
+    "apart_from": [None, 2, [2], "rollout", [Rollout], READ_ONCE, {2}],
     "turns": [True, 1, Turns, []],
 }
 TRAINED = {
@@ -64,7 +65,7 @@ OF_RUN = {
     "stop_after_skips": COUNTS,
     "samples_every": [*COUNTS, 2.5],
     "samples_kept": COUNTS,
-    "observers": [print, None, [print], [Observer], [1]],
+    "observers": [print, None, [print], [Observer], [1], READ_ONCE, set()],
 }
 OF_AHEAD = {
     "rollout": [None, "rollout"],
@@ -80,7 +81,7 @@ OF_AHEAD = {
     "round_tokens": COUNTS,
     "window": COUNTS,
     "request_seconds": NUMBERS,
-    "weights": [0.5],
+    "weights": [0.5, "1", b"1", {0.5}, {"reward": 0.5}, READ_ONCE],
     "scalar": [{"method": "tchebycheff"}, "weighted_sum"],
     "overlong_buffer": COUNTS,
     "none": ["skip", 0],
@@ -120,7 +121,7 @@ CALLS = {
     ),
     "Run": (OF_RUN, lambda o: (Run, {"name": "run", "state": [Rows(PROMPTS)], "output": o.folder})),
     "score": (OF_SCORE, lambda o: (o.groups.score, {"reward": lambda completion, row: 1.0})),
-    "Rows": (SEED, lambda o: (Rows, {"rows": PROMPTS})),
+    "Rows": (SEED | {"rows": [READ_ONCE, "rows", {"prompt": "x"}, {1}]}, lambda o: (Rows, {"rows": PROMPTS})),
     "load_rows": (OF_ROWS, lambda o: (load_rows, {"data": PROMPTS, "model": o.model})),
     "tiny_model": (SEED, lambda o: (tiny_model, {"rows": PROMPTS})),
     "preference_loss": (OF_LOSS, lambda o: (preference_loss, {})),
@@ -185,6 +186,36 @@ def test_numbers_of_numpy_and_lists_of_any_kind_are_taken(objects, model):
     with pytest.raises(ValueError) as refused:
         Reference(model, apart_from=(objects.rollout,))
     assert "apart_from is" not in str(refused.value)
+
+
+class Dataset:
+    """A data set of PyTorch's kind: rows by their places."""
+
+    def __len__(self):
+        return len(PROMPTS)
+
+    def __getitem__(self, place):
+        return PROMPTS[place]
+
+
+@pytest.mark.parametrize("collate", [None, len])
+@pytest.mark.parametrize(
+    "rows", [PROMPTS, tuple(PROMPTS), np.array(PROMPTS), Dataset()], ids=lambda rows: type(rows).__name__
+)
+def test_rows_are_what_has_places(rows, collate):
+    drawn = Rows(rows, seed=3, collate=collate).take(5)
+    assert drawn == Rows(PROMPTS, seed=3).take(5) and drawn[0]["prompt"].endswith("+1=")
+
+
+def test_a_step_has_at_most_one_update_a_completion(objects, model):
+    """A part without a completion makes no update, which a schedule counts. A selection may leave fewer."""
+    batch = objects.groups.score(lambda completion, row: float(len(completion))).batch().with_advantages(GRPO)
+    with Critic(model, PPO, RATE) as critic:
+        for trained in (objects.policy, critic):
+            with pytest.raises(ValueError, match=r"^updates=5 are parts of a step's completions, and 4 were drawn: "):
+                trained.update(batch, updates=5)
+    one = objects.groups.score(lambda completion, row: float(len(completion))).select([0])
+    objects.policy.update(one.batch().with_advantages(GRPO), updates=4)
 
 
 class Trained:

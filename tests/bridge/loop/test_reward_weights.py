@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
 import rl_bridge
 import rl_fn
+from rl_bridge.algorithms.advantages import with_reward_weights
 from rl_bridge.algorithms.policy_setup import ScalarOptions
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.pipelines.objective_options import objective_options
-from rl_bridge.rewards.sources import RewardOptions, load
 from rl_fn import components
 from rl_train.policy_configs import quickstart
 
@@ -185,25 +186,51 @@ def test_maxrl_refuses_tchebycheff_whose_numbers_are_negative_in_the_loop_and_in
         replace(start, policy=replace(start.policy, scalar=one_number)).objective_and_control()
 
 
-@pytest.mark.parametrize(
-    "weights", [(0.0,), (0, 0), [0.0, -0.0, 0.0], torch.zeros(2)], ids=["one", "two", "three", "tensor"]
-)
-def test_rewards_that_all_have_weight_0_are_refused(weights):
-    """By every way that weights take; a function may give several rewards under names of its own."""
+NOTHING = r"every reward has weight 0, and \w+ has nothing to train on: got weights \(0\.0, -?0\.0\)"
+ZERO, CHEBYSHEV = (0.0, -0.0), {"method": "tchebycheff", "ideal": (1.0, 1.0)}
+IN_THE_LOOP = {
+    "weights": lambda objective: (groups_of(ZERO), objective),
+    "an array": lambda objective: (groups_of(torch.zeros(2)), objective),
+    "scalar": lambda objective: (groups_of(scalar=ScalarOptions(weights=ZERO)), objective),
+    "objective": lambda objective: (groups_of(), rl_fn.recipes.gdpo(weights=ZERO)),
+}
+IN_THE_COMMAND = {
+    "weights": lambda start: replace(start, reward_weights=ZERO),
+    "scalar": lambda start: replace(start, policy=replace(start.policy, scalar=ScalarOptions(weights=ZERO))),
+    "objective": lambda start: replace(start, objective=objective_options("gdpo", weights=ZERO)),
+}
 
-    def several(completion, row):
-        return {f"reward {number}": 1.0 for number in range(len(weights))}
 
-    numbers = tuple(map(float, weights))
-    ways = [
-        lambda: groups_of(numbers),
-        lambda: load(several, weights=weights),
-        lambda: RewardOptions(reward_weights=numbers).rewards(),
-        lambda: ScalarOptions(weights=numbers),
-    ]
-    for way in ways:
-        with pytest.raises(ValueError, match="every reward has weight 0, and nothing is trained on: got weights"):
-            way()
+@pytest.mark.parametrize("name", ["grpo", "gdpo", "rloo"])
+def test_rewards_that_all_have_weight_0_train_nothing(name):
+    """By every way that weights take."""
+    for way in IN_THE_LOOP.values():
+        groups, objective = way(getattr(rl_fn.recipes, name)())
+        with pytest.raises(ValueError, match=NOTHING):
+            groups.batch().with_advantages(objective)
+    start = replace(quickstart(), objective=objective_options(name), reward=("exact", "short=exact"))
+    for way in IN_THE_COMMAND.values():
+        with pytest.raises(ValueError, match=NOTHING):
+            way(start).objective_and_control()
+
+
+def test_rewards_of_weight_0_are_measured_and_stand_beside_what_counts():
+    """A penalty, tchebycheff's sum, and a teacher are to train on; held-out rows are measured alone."""
+    assert groups_of(ZERO).metrics()["reward"] == 0
+    grpo = rl_fn.recipes.grpo()
+    assert advantages_of(groups_of(ZERO, buffer=2), grpo).any()
+    for scalar, weights in ((ScalarOptions(**CHEBYSHEV), ZERO), (ScalarOptions(**CHEBYSHEV, weights=ZERO), ())):
+        assert advantages_of(groups_of(weights, scalar=scalar), grpo).any()
+    teacher = rl_fn.recipes.on_policy_distillation()
+    assert with_reward_weights(teacher, ZERO, penalised=False) == teacher
+    policy = replace(quickstart().policy, overlong_buffer=1)
+    assert replace(quickstart(), reward_weights=(0.0,), policy=policy).objective_and_control()[0].name == "dapo"
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor, list], ids=["numpy", "torch", "list"])
+def test_the_numbers_of_several_rewards_may_be_an_array(array):
+    scalar = ScalarOptions(method="tchebycheff", ideal=array([1.0, 2.0]), weights=array([0.5, 0.25]))
+    assert scalar == ScalarOptions(method="tchebycheff", ideal=(1.0, 2.0), weights=(0.5, 0.25))
 
 
 @pytest.mark.parametrize("weights", [(0.0, 1.0), (1.0, 0.0), (0.0, -1.0)])

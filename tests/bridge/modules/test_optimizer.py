@@ -156,6 +156,15 @@ def test_every_schedule_is_optaxs_at_every_step(decay, final, warmup, initial):
         assert rate == pytest.approx(float(wanted(step)), rel=2e-5, abs=1e-10), step
 
 
+@pytest.mark.parametrize("decay", ["constant", "linear"])
+@pytest.mark.parametrize("warmup, initial", [(0, None), *itertools.product([1, 2, 7], [None, 0.0, 0.4, 1.0])])
+def test_the_highest_share_of_a_run_is_the_largest_of_its_updates(decay, warmup, initial):
+    config = OptimizerConfig(learning_rate=3e-4, warmup=warmup, initial=initial, decay=decay, final=0.25)
+    for updates in range(1, 20):
+        shares = [config.scale(step, updates) for step in range(updates)]
+        assert config.highest(updates) == max(shares), updates
+
+
 @pytest.mark.parametrize("warmup", [1, 5])  # at 0 optax's own stay at the initial rate for ever
 def test_optaxs_named_schedules_are_among_them(warmup):
     optax = pytest.importorskip("optax")

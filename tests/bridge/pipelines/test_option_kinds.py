@@ -3,9 +3,11 @@
 import dataclasses
 import types
 import typing
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rl_bridge import AdamW, LoRAOptions, Mesh, ParallelConfig, RolloutOptions, ScoringConfig, VLLMOptions
 from rl_bridge.models.small import TinySource, character_tokenizer
@@ -118,9 +120,32 @@ def test_what_options_hold_is_taken_again_and_numbers_of_numpy_are_numbers(name)
     assert dataclasses.replace(options) == options
     for option in dataclasses.fields(options):
         value = getattr(options, option.name)
-        if option.init and type(value) in (int, float):
-            as_numpy = np.int64(value) if type(value) is int else np.float64(value)
+        of_numpy = {int: np.int64, float: np.float64, bool: np.bool_, str: np.str_}
+        if option.init and type(value) in of_numpy:
+            as_numpy = of_numpy[type(value)](value)
             assert getattr(dataclasses.replace(options, **{option.name: as_numpy}), option.name) == value
+
+
+def test_another_spelling_is_named_with_the_right_one():
+    with pytest.raises(TypeError, match=r"^data is a text, as str\(path\), got PosixPath\('rows.jsonl'\)$"):
+        dataclasses.replace(OBJECTS["SFTPipeline"], data=Path("rows.jsonl"))
+    for value in (np.array(0.5), torch.tensor(0.5)):
+        with pytest.raises(TypeError, match=r"^temperature is a number, as value\.item\(\), got "):
+            ScoringConfig(temperature=value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(ScoringConfig):
+    """Options of a user's, whose annotations are names of no module, or say more than this package's."""
+
+    extra: "NoSuchName | None" = None  # noqa: F821
+    packing: "bool | NoSuchName" = True  # type: ignore[assignment]  # noqa: F821
+
+
+def test_a_user_s_class_of_options_has_its_own_looked_at_by_nobody():
+    assert Mine(extra=5, packing="some").packing == "some"
+    with pytest.raises(TypeError, match=r"^temperature is a number, got 'no'$"):
+        Mine(temperature="no")
 
 
 def test_the_message_names_the_choices():
@@ -138,11 +163,15 @@ def test_a_rollout_in_process_has_two_precisions():
         InProcessRollout(TinySource.for_tokenizer(tokenizer, hidden=16), tokenizer, precision="int4")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["all-linear"], ("all-linear",), ["q_proj", "v_proj"]], ids=str)
+@pytest.mark.parametrize(
+    "targets",
+    ["all-linear", ["all-linear"], ("all-linear",), ["q_proj", "v_proj"], {"v_proj", "q_proj"}, frozenset(["q_proj"])],
+    ids=lambda targets: f"{type(targets).__name__} {'-'.join(sorted(targets))}",
+)
 def test_target_modules_are_spelt_as_peft_spells_them(targets):
     """And what adapters there are does not depend on the spelling."""
     options = LoRAOptions(rank=4, target_modules=targets)
-    expected = (targets,) if isinstance(targets, str) else tuple(targets)
+    expected = (targets,) if isinstance(targets, str) else tuple(sorted(targets))
     assert options == LoRAOptions(rank=4, target_modules=expected) and options.target_modules == expected
     tokenizer = character_tokenizer("0123456789+=")
     source = TinySource.for_tokenizer(tokenizer, hidden=16, layers=1, heads=2)

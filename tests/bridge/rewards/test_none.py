@@ -63,6 +63,27 @@ def test_a_verl_s_result_without_a_score_and_a_missing_return_are_no_none():
         RewardOptions(reward_none="leave-out")
 
 
+@pytest.mark.parametrize("before", [0, 1, 2, 7])
+def test_the_rewards_of_a_later_task_are_named_before_a_run_begins(before):
+    """Weights of all rewards were refused where the first two rows had another task."""
+
+    def style(completion, row):
+        return 1.0
+
+    def right(completion, row):
+        return {"right": 1.0, "form": 0.5} if row["task"] == "sums" else None
+
+    tasks = [*["prose"] * before, *["sums"] * 3]
+    of_tasks = [{**row, "task": task} for row, task in zip(rows(len(tasks)), tasks, strict=True)]
+    rewards = load([style, right], weights=[1.0, 1.0, 0.5], none="leave-out")
+    rewards.try_on(of_tasks)
+    assert rewards.names == ("style", "right", "form") and rewards.weights == (1.0, 1.0, 0.5)
+    with pytest.raises(ValueError, match="there are 2 weights"):
+        load([style, right], weights=[1.0, 1.0], none="leave-out").try_on(of_tasks)
+    with pytest.raises(ValueError, match="there are 3 weights"):
+        load([style, right], weights=[1.0, 1.0, 0.5], none="leave-out").try_on(of_tasks[:before] or of_tasks[:0])
+
+
 def groups_of(*rewards):
     """Completions of unequal lengths with these rewards, scored."""
     flat = [reward for group in rewards for reward in group]

@@ -261,7 +261,7 @@ def test_a_stage_has_the_same_number_of_steps_when_the_next_one_is_resumed(tmp_p
     assert go(4, resume=True) == ((3 if left else 8), 4)
 
 
-@pytest.mark.parametrize("way", ["moved", "released"])
+@pytest.mark.parametrize("way", ["moved", "moved before", "released"])
 def test_a_best_step_that_was_left_is_of_all_engines(tmp_path, engine, way):
     """The critic, or a reference that follows, was saved as it was later; a released one ended the run."""
     critic = TrainEngine(Model).build()
@@ -271,9 +271,51 @@ def test_a_best_step_that_was_left_is_of_all_engines(tmp_path, engine, way):
             engine.optimizer_step(1.0)
             run.log(step, {"held_out": float(step)})
             if step == 1:
+                if way == "moved before":
+                    critic.optimizer_step(2.0)
                 break
-        critic.optimizer_step(2.0) if way == "moved" else critic.release()
+        if way == "moved":
+            critic.optimizer_step(2.0)
+        elif way == "released":
+            critic.release()
         assert run.load_best({"policy": engine}) is None and "step 1 of only" in str(run.best_lost)
+
+
+@pytest.mark.parametrize("ends", ["steps", "another stage", "checkpoint", "stop"])
+def test_steps_without_a_record_leave_the_best_checkpoint_as_it_is(tmp_path, engine, ends):
+    """They were saved under its number: load_best gave the last weights, and the best's value."""
+    every = 2 if ends == "checkpoint" else 100
+    with Run(tmp_path / "run", Options(), checkpoint_every=every) as run:
+        run.keep_best("held_out")
+        for step in run.steps("only", 8 if ends == "steps" else 4, state={"policy": engine}):
+            engine.optimizer_step(float(step))
+            if step < 2:
+                run.log(step, {"held_out": float(step)})
+            if ends == "stop" and step == 3:
+                break
+        if ends == "another stage":
+            for _ in run.steps("next", 3, state={"policy": engine}):
+                engine.optimizer_step(9.0)
+        assert run.load_best({"policy": engine}) == 1.0 and run.best_lost is None
+        assert engine.value() == 1.0
+    # A run that is taken up goes on behind its last record.
+    with Run(tmp_path / "run", Options(), resume=True) as run:
+        assert next(iter(run.steps("only", 8, state={"policy": engine}))) == 2
+        assert engine.value() == 1.0
+
+
+@pytest.mark.parametrize("moves", ["policy", "critic"])
+def test_weights_that_move_behind_the_record_of_a_best_step_are_remarked_on(tmp_path, engine, moves):
+    """Its checkpoint has the weights of the step's end, which its record did not measure."""
+    critic = TrainEngine(Model).build()
+    with Run(tmp_path / "run", Options()) as run:
+        run.keep_best("held_out")
+        for step in run.steps("only", 4, state={"policy": engine, "critic": critic}):
+            run.log(step, {"held_out": float(step)})
+            {"policy": engine, "critic": critic}[moves].optimizer_step(float(step))
+    [note] = [line["note"] for line in lines(tmp_path / "run") if "note" in line]
+    assert note.startswith("weights moved between run.log and the end of the step: the best checkpoint")
+    critic.release()
 
 
 def flip(path):
