@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _print_anything()
     if words in (["--version"], ["-V"]):
-        print(f"rl-fn {metadata.version('rl-fn')}")
+        say(f"rl-fn {metadata.version('rl-fn')}")
         return 0
     if words in ([], ["--help"], ["-h"]):
         print(usage(), end="")

@@ -1,10 +1,8 @@
 """The trainers of ``rl-fn train``: where their configs are, and a config from a command line."""
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import io
 import os
 import sys
 import typing
@@ -70,38 +68,33 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     before and after the algorithm's sub-command. The process ends with status 2 for a wrong option.
     """
     import tyro
+    from tyro import _errors
 
     default = default(words) if callable(default) and not isinstance(default, type) else default
     # Help stands in docstrings: without the last, tyro reads the source of every class for comments, at every start.
     config = (tyro.conf.CascadeSubcommandArgs, tyro.conf.HelptextFromCommentsOff)
-    settings: Any = {"args": list(words), "prog": prog, "config": config}
+    settings: Any = {"args": ["--help"] if HELP_ALL in words else list(words), "prog": prog, "config": config}
     if not isinstance(default, type):
         settings["default"] = default
-    kind = default if isinstance(default, type) else type(default)
-    helps = not {"-h", "--help"}.isdisjoint(words)
     options = options_of(default)
-    if HELP_ALL in words:
-        helps, settings["args"] = True, ["--help"]
-    refusal, errors = list[str](), io.StringIO()
-    # tyro takes a misspelt recipe behind an option of several values for one more value.
-    if not any(map(options.no_recipe, words)):
-        try:
-            # tyro prints the error of a class in spite of console_outputs=False.
-            with contextlib.nullcontext() if helps else contextlib.redirect_stderr(errors):
-                config = tyro.cli(kind, console_outputs=helps, **settings)
-            print(errors.getvalue(), end="", file=sys.stderr)  # warnings of the config's own
-            return config
-        except SystemExit as left:
-            if helps or left.code in (None, 0):
-                raise
-            refusal = _refusal(left.__context__)
-    try:
-        if phrases := options.unknown(words) or refusal:
+
+    def refuse(event: Any) -> None:
+        """Say what tyro would say in a box, of a value of another type aside: its box has the option's help."""
+        failure = sys.exception() if isinstance(event, _errors.InstantiationFailure) else None
+        if phrases := options.unknown(words) or _refusal(failure):
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
             raise SystemExit(2)
-        return tyro.cli(kind, **settings)  # prints the error in a value
-    finally:
-        say(f"all options: {prog} {HELP_ALL}", error=True)
+
+    try:
+        # tyro takes a misspelt recipe behind an option of several values for one more value.
+        if any(map(options.no_recipe, words)):
+            refuse(None)
+        with _errors.on_parse_error(refuse):
+            return tyro.cli(default if isinstance(default, type) else type(default), **settings)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            say(f"all options: {prog} {HELP_ALL}", error=True)
+        raise
 
 
 def _refusal(error: BaseException | None) -> list[str]:

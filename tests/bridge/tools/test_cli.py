@@ -1,5 +1,6 @@
 """The command line's own part: which words are refused, what an error looks like, and the process's status."""
 
+import contextlib
 import errno
 import io
 import re
@@ -57,6 +58,30 @@ def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words,
     printed = capsys.readouterr()
     text = " ".join((printed.err + printed.out).replace("│", " ").split())
     assert text.count(message) == 1 and "Pipeline" not in text
+
+
+OWN_LOSS = "import sys\nprint('a hint', id(sys.stderr), file=sys.stderr)\n{}\n"
+TAKEN = "def f(batch): return batch.logprobs"
+ENDS = {
+    "it is taken": (TAKEN, [], None),
+    "it exits": ("sys.exit(3)", [], SystemExit),
+    "it raises": ("raise RuntimeError('no licence')", [], SystemExit),
+    "there is no such name": ("", [], SystemExit),
+    "it is stopped": ("raise KeyboardInterrupt", [], KeyboardInterrupt),
+    "an option behind it is refused": (TAKEN, ["--objective.dual-clip", "3"], SystemExit),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_loss_file_prints_is_on_the_terminal_once(end, tmp_path, capsys):
+    """It has the process's own stream: a handler of ``logging`` keeps what it finds, for the life of the process."""
+    line, words, error = ENDS[end]
+    (tmp_path / "own.py").write_text(OWN_LOSS.format(line))
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        trainers.config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"a hint {id(sys.stderr)}\n") and printed.count("a hint") == 1
+    assert printed.count("rl-fn: error: ") == (error is SystemExit) and "╭" not in printed
 
 
 class _OfOurs(TypeError):
