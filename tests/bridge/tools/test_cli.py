@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import jinja2
@@ -132,6 +132,21 @@ def test_what_can_be_expected_is_one_line(error, capsys):
     assert "Traceback (" not in printed.err and printed.out == ""
 
 
+def test_a_missing_part_of_a_package_is_not_the_package(capsys):
+    """The user's own file may import ``torch.nope``."""
+    lines = [line for line in requires("rl-fn") or [] if "extra == 'bridge'" in line]
+    names = [re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines]
+    assert "torch" in names
+    for name in names:
+        for missing, message in (
+            (f"{name}.nope", f"No module named '{name}.nope'"),
+            (name, f"this command needs {name}, which is not installed: pip install '.[bridge]'"),
+        ):
+            error = ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+            assert report(broken(error), None) == 1
+            assert capsys.readouterr().err == f"rl-fn: error: {message}\n"
+
+
 def test_notes_say_how_to_go_on(capsys):
     error = OSError(errno.ENOSPC, "No space left on device")
     error.add_note("the newest checkpoint is x; go on with --resume")
@@ -236,7 +251,7 @@ def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
 
 MISSPELT = {
     "trian policy": "unknown command 'trian': did you mean train?",
-    "train polcy": "unknown command train 'polcy': did you mean policy?",
+    "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
     "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --objective.tau 1": "--objective.tau is of objective:kimi; here it is objective:dapo",
@@ -250,6 +265,9 @@ MISSPELT = {
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
     "train preference loss:bradley-terry": "loss:bradley-terry is of train reward-model; here there are loss:",
     "train reward-model loss:dpo": "loss:dpo is of train preference; here there are loss:",
+    "train preference objective:grpo": "objective:grpo is of train policy; here there are loss:",
+    "train preference objective:gspoo": "objective:gspoo is of train policy; here there are loss:",
+    "train sft loss:dpoo": "error: loss:dpoo is of train reward-model, train preference\n",
     "train preference --preference.shift-momentum 0.5": "did you mean --loss.shift-momentum?",
 }
 
