@@ -14,7 +14,7 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, config_of, expanded, is_run_file, load, observers_of
+from rl_tools.trainers import TRAINERS, NoTrainer, config_of, expanded, load, observers_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -56,9 +56,8 @@ def lines_of(error: BaseException) -> tuple[str, list[str]]:
         platforms = os.environ.get("JAX_PLATFORMS", "")
         # Its notes are about JAX's own frames.
         return _shown(f"JAX_PLATFORMS={platforms}: {text}; unset the variable, or set JAX_PLATFORMS=cpu"), []
-    package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
-    if package in _packages_of_bridge():
-        text = f"this command needs {package}, which is not installed: pip install '.[bridge]'"
+    if isinstance(cause, ModuleNotFoundError) and cause.name in _packages_of_bridge():
+        text = f"this command needs {cause.name}, which is not installed: pip install '.[bridge]'"
     elif not isinstance(cause, _PLAIN) or isinstance(cause, UnicodeError) or not text:
         name = next(kind.__name__ for kind in type(cause).__mro__ if not kind.__name__.startswith("_"))
         text = f"{name}: {text}" if text else name
@@ -137,11 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage(), end="")
         return 0
     command = words[0] if words[0] in COMMANDS else None
-    if command == "train" and len(words) > 1 and (words[1] in TRAINERS or is_run_file(words[1])):
-        return _train([word for word in words[1:] if word != TRACEBACK], traceback=TRACEBACK in words)
     if command == "train" and words[1:] in ([], ["--help"], ["-h"]):
         print(usage(), end="")
         return 0 if words[1:] else 2
+    if command == "train":
+        return _train([word for word in words[1:] if word != TRACEBACK], traceback=TRACEBACK in words)
     if command == "completion":
         from rl_tools.option_help import completion
 
@@ -151,12 +150,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A study may call a function of the user's.
         helps = command != "tune" or not {"-h", "--help"}.isdisjoint(rest)
         return _guarded(lambda: load(run)(rest), traceback=TRACEBACK in words, helps=helps)
-    say(_unknown(words), error=True)
+    near = difflib.get_close_matches(words[0], COMMANDS)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COMMANDS)}"
+    say(f"rl-fn: error: unknown command {words[0]!r}: {hint} (rl-fn --help)", error=True)
     return 2
 
 
 def _train(words: Sequence[str], *, traceback: bool) -> int:
-    """Run ``rl-fn train`` with the words behind it, which begin with a trainer or with run files."""
+    """Run ``rl-fn train`` with the words behind it, which begin with a trainer or with run files, or with neither."""
     parsed: list[tuple[str, Any]] = []
 
     def parse_words() -> int:
@@ -200,18 +201,6 @@ def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:
         say("rows, model and reward are as the run needs them; its memory:")
     print_plan(counted(options), *read_lengths(options))
     return 0
-
-
-def _unknown(words: Sequence[str]) -> str:
-    """The message about an unknown command, with the names near it."""
-    if words[0] == "train":
-        near, names = difflib.get_close_matches(words[1], TRAINERS), TRAINERS
-        what = f"train {words[1]!r}"
-    else:
-        near, names = difflib.get_close_matches(words[0], COMMANDS), COMMANDS
-        what = f"{words[0]!r}"
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-    return f"rl-fn: error: unknown command {what}: {hint} (rl-fn --help)"
 
 
 def usage() -> str:
@@ -290,7 +279,7 @@ def _guarded(command: Callable[[], int], *, traceback: bool = False, helps: bool
         if traceback or not is_expected(error):
             _show_traceback(error)
         say(f"rl-fn: error: {message}", error=True)
-        return 1
+        return 2 if isinstance(error, NoTrainer) else 1
 
 
 def _show_traceback(error: BaseException) -> None:

@@ -16,6 +16,7 @@ from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.statistics import LEAST, over_units
 from rl_bridge.common.terminal import say
 from rl_bridge.data.messages import Chat
+from rl_bridge.data.rows import read_rows
 from rl_bridge.data.token_batch import collate
 from rl_bridge.data.trajectory import Prompt, SamplingParams
 from rl_bridge.engines import InferenceEngine, NeedParallel, TrainEngine
@@ -410,17 +411,11 @@ def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file: a line each, of JSON lines the field ``prompt``, text or messages, with the row's tools.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or a row has none.
     """
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
     if path.suffix == ".jsonl":
-        try:
-            rows = [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise ValueError(f"{path} has a line that is no JSON: {error}") from error
-        if any(not isinstance(row, dict) or "prompt" not in row for row in rows):
-            raise ValueError(f"{path} has a row without a field 'prompt'")
-        lines = [Chat.of(row).shortest for row in rows]
+        return [Chat.of(row).shortest for row in read_rows(str(path))]
+    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} has no prompts")
     return lines

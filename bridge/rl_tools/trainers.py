@@ -1,14 +1,14 @@
 """The trainers of ``rl-fn train``: where their configs are, and a config from a command line."""
 
-import contextlib
 import dataclasses
 import difflib
 import importlib
-import io
 import os
+import sys
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,10 @@ class Trainer:
     ``summary["result"]`` is one sentence about the run, and ``summary["seconds"]`` its time.
     """
     about: str
+
+
+class NoTrainer(ValueError):
+    """Words that name no trainer. The command ends with status 2, as for a wrong option."""
 
 
 TRAINERS = {
@@ -69,39 +73,33 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     before and after the algorithm's sub-command. The process ends with status 2 for a wrong option.
     """
     import tyro
+    from tyro import _errors
 
     default = default(words) if callable(default) and not isinstance(default, type) else default
     # Help stands in docstrings: without the last, tyro reads the source of every class for comments, at every start.
     config = (tyro.conf.CascadeSubcommandArgs, tyro.conf.HelptextFromCommentsOff)
-    settings: Any = {"args": list(words), "prog": prog, "config": config}
+    settings: Any = {"args": ["--help"] if HELP_ALL in words else list(words), "prog": prog, "config": config}
     if not isinstance(default, type):
         settings["default"] = default
-    kind = default if isinstance(default, type) else type(default)
-    helps = not {"-h", "--help"}.isdisjoint(words)
     options = options_of(default)
-    if HELP_ALL in words:
-        helps, settings["args"] = True, ["--help"]
-    refusal, errors = list[str](), io.StringIO()
-    # tyro takes a misspelt recipe behind an option of several values for one more value.
-    if not any(map(options.no_recipe, words)):
-        try:
-            # tyro prints the error of a class in spite of console_outputs=False.
-            with contextlib.nullcontext() if helps else contextlib.redirect_stderr(errors):
-                config = tyro.cli(kind, console_outputs=helps, **settings)
-            if warnings := errors.getvalue().rstrip("\n"):  # of the config's own
-                say(warnings, error=True)
-            return config
-        except SystemExit as left:
-            if helps or left.code in (None, 0):
-                raise
-            refusal = _refusal(left.__context__)
-    try:
-        if phrases := options.unknown(words) or refusal:
+
+    def refuse(event: Any) -> None:
+        """Say what tyro would say in a box, of a value of another type aside: its box has the option's help."""
+        failure = sys.exception() if isinstance(event, _errors.InstantiationFailure) else None
+        if phrases := options.unknown(words) or _refusal(failure):
             say(f"rl-fn: error: {'; '.join(phrases)}", error=True)
             raise SystemExit(2)
-        return tyro.cli(kind, **settings)  # prints the error in a value
-    finally:
-        say(f"all options: {prog} {HELP_ALL}", error=True)
+
+    try:
+        # tyro takes a misspelt recipe behind an option of several values for one more value.
+        if any(options.no_recipe(*dashed(word).partition(":")[::2]) for word in words if ":" in word):
+            refuse(None)
+        with _errors.on_parse_error(refuse):
+            return tyro.cli(default if isinstance(default, type) else type(default), **settings)
+    except SystemExit as left:
+        if left.code not in (None, 0):
+            say(f"all options: {prog} {HELP_ALL}", error=True)
+        raise
 
 
 def _refusal(error: BaseException | None) -> list[str]:
@@ -141,8 +139,9 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
     ``without``: options of the files that are not taken over.
 
     Raises:
-        ValueError: no trainer, two of them, a file that cannot be read, or an option in a file that the trainer does
-            not have or whose value is of another type.
+        NoTrainer: there is none.
+        ValueError: two of them, a file that cannot be read, or an option in a file that the trainer does not have or
+            whose value is of another type.
     """
     names = list(words[:1]) if words and words[0] in TRAINERS else []
     rest = list(words[len(names) :])
@@ -159,7 +158,7 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
             raise ValueError(f"{of_files.file} is of the trainer {of_files.value}, not of {names[0]}")
         names = [of_files.value]
     if not names:
-        raise ValueError(_without_trainer(files, rest))
+        raise NoTrainer(_without_trainer(files, rest))
     settings = {name: setting for name, setting in settings.items() if name not in without}
     return names[0], words_of_settings(names[0], settings, rest) if settings else rest
 
@@ -201,17 +200,15 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
     recipes, before, behind = {}, [], []
     unread: dict[str, list[str]] = {}
     for key, setting in settings.items():
-        holder = key.removesuffix(".name")
-        if holder in options.recipes and key not in options.kinds:
-            recipe = dashed(str(setting.value))
-            if recipe not in options.recipes[holder]:
-                near = difflib.get_close_matches(recipe, options.recipes[holder])
-                raise ValueError(f"{setting.file}: {_did_you_mean(f'{holder} = {setting.value!r}', near)}")
-            recipes[holder] = recipe
-            continue
+        holder, recipe = key.removesuffix(".name"), dashed(str(setting.value))
         of_recipe = options.of_recipe(key)
         if key not in options.kinds and of_recipe is None:
-            if part := [name for name in options.kinds if name.startswith(f"{key}.")]:
+            if reason := options.no_recipe(holder, recipe):
+                raise ValueError(f"{setting.file}: {reason}")
+            if holder in options.recipes:
+                recipes[holder] = recipe
+                continue
+            if part := [name for name in options.names() if name.startswith(f"{key}.")]:
                 raise ValueError(f"{setting.file}: {key} is a table, with {part[0]} and others; got {setting.value!r}")
             raise ValueError(f"{setting.file}: {_did_you_mean(key, options.near(key))}")
         if of_recipe is not None and _is_of_another(key, setting, of_recipe[0], options, last):
@@ -378,7 +375,7 @@ class TrainerOptions:
 
     def near(self, name: str) -> list[str]:
         """Options with a name like this one."""
-        names = dict.fromkeys([*self.recipes, *self._names()])
+        names = dict.fromkeys([*self.recipes, *self.names()])
         head, dot, last = name.rpartition(".")
         name_in_full = f"{head}{dot}{_SHORT.get(last, last)}"
         if dot and last in names:
@@ -387,21 +384,30 @@ class TrainerOptions:
             return [name_in_full]
         return difflib.get_close_matches(name_in_full, names, n=3, cutoff=0.5)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """All options that take no recipe; those of recipes last."""
         return [
             *self.kinds,
             *(name for recipes in self.recipes.values() for options in recipes.values() for name in options),
         ]
 
-    def no_recipe(self, word: str) -> bool:
-        """Whether a word of a command line has the form of a recipe but the name of none."""
-        holder, colon, recipe = dashed(word).partition(":")
-        return bool(colon) and holder in self.recipes and recipe not in self.recipes[holder]
+    def no_recipe(self, holder: str, recipe: str) -> str:
+        """Why HOLDER:RECIPE is none of this trainer; nothing where it is one, or where no trainer has such a holder."""
+        word, own = f"{holder}:{recipe}", self.recipes.get(holder, {})
+        if recipe in own:
+            return ""
+        elsewhere = _trainers_with(holder)
+        owners = [name for name, recipes in elsewhere.items() if recipe in recipes] or ([] if own else list(elsewhere))
+        if owners:
+            here = ", ".join(f"{part}:{name}" for part, names in self.recipes.items() for name in names)
+            others = ", ".join(f"train {name}" for name in owners)
+            return f"{word} is of {others}{f'; here there are {here}' if here else ''}"
+        near = [f"{holder}:{name}" for name in difflib.get_close_matches(recipe, own)]
+        return _did_you_mean(word, near) if own else ""
 
     def unknown(self, words: Sequence[str]) -> list[str]:
         """Messages about words of a command line: unknown recipes and options, and options of another recipe."""
-        options = set(self._names())
+        options = set(self.names())
         chosen = dict(self.defaults) | {
             holder: recipe
             for holder, colon, recipe in (dashed(word).partition(":") for word in words)
@@ -409,13 +415,9 @@ class TrainerOptions:
         }
         phrases = []
         for word in map(dashed, words):
-            holder, _, recipe = word.partition(":")
-            if self.no_recipe(word):
-                near = [f"{holder}:{name}" for name in difflib.get_close_matches(recipe, self.recipes[holder])]
-                others = ", ".join(f"train {name}" for name in _trainers_with(holder, recipe))
-                there_are = ", ".join(f"{holder}:{name}" for name in self.recipes[holder])
-                elsewhere = f"{word} is of {others}; here there are {there_are}"
-                phrases.append(elsewhere if others else _did_you_mean(word, near))
+            holder, colon, recipe = word.partition(":")
+            if colon and (reason := self.no_recipe(holder, recipe)):
+                phrases.append(reason)
             elif word.startswith("--"):
                 name = word[2:].partition("=")[0]
                 head, dot, last = name.rpartition(".")
@@ -427,11 +429,11 @@ class TrainerOptions:
         return phrases
 
 
-def _trainers_with(holder: str, recipe: str) -> list[str]:
-    """The trainers that have the recipe."""
-    defaults = {name: load(trainer.default) for name, trainer in TRAINERS.items()}
-    options = {name: options_of(own if isinstance(own, type) else own(())) for name, own in defaults.items()}
-    return [name for name, own in options.items() if recipe in own.recipes.get(holder, {})]
+@lru_cache(maxsize=16)
+def _trainers_with(holder: str) -> dict[str, Collection[str]]:
+    """The trainers that have such recipes, each with the names of its own."""
+    options = {name: options_of(load(trainer.default)()) for name, trainer in TRAINERS.items()}
+    return {name: own.recipes[holder] for name, own in options.items() if holder in own.recipes}
 
 
 def _did_you_mean(word: str, near: Sequence[str]) -> str:

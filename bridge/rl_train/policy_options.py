@@ -70,10 +70,6 @@ class PolicyPipeline(RecipeOptions, EnvironmentOptions):
     """Model that on-policy distillation learns from: a folder or hub id with the vocabulary of ``model``."""
     sft: WarmStart = WarmStart()
     name: str = field(default="policy", metadata=MAY_CHANGE)
-    reward: tuple[str, ...] = field(default=(), metadata=MAY_CHANGE)
-    """``exact`` (whether the completion is the row's ``answer``: the reward where none is named), ``environment``,
-    ``FILE.py:function``, ``model:FOLDER``, ``judge:FILE.toml`` or ``http(s)://…``; several with names of their own:
-    ``right=a.py:right short=a.py:short``."""
     rollout: RolloutOptions = RolloutOptions()
     """The engine that draws completions."""
     asynchronous: AsynchronousOptions = AsynchronousOptions()

@@ -9,6 +9,7 @@ import pytest
 import rl_fn
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
+from rl_tools.trainers import TRAINERS, load
 from tests.repository.families import PAGE, page
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,15 @@ def test_the_first_page_is_one_screen():
 
 def test_losses_and_recipes_are_as_many_as_the_first_page_says():
     assert f"{len(PREFERENCE_LOSSES)} preference losses, {len(ALGORITHMS)} policy recipes" in README
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/training.md"])
+def test_the_rows_held_out_are_those_of_each_trainer(document):
+    trainers: dict[int, list[str]] = {}
+    for name, trainer in TRAINERS.items():
+        trainers.setdefault(load(trainer.default)().held_out, []).append(name)
+    words = ", ".join(f"{' and '.join(names)} {number}" for number, names in trainers.items())
+    assert f"are held out ({words}" in " ".join(DOCUMENTS[Path(document)].split())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=str)

@@ -92,7 +92,7 @@ def folder_of(name: str, patterns: Sequence[str] = tuple(f"*{end}" for end in MO
     path = require_place(name)
     if path.is_dir():
         return path
-    what = f"there is no folder {name!r} here, and the hub says: "
+    what = f"there is no folder {name!r} here, and it cannot be had from the hub: "
     folder = made(name, lambda: Path(snapshot_download(name, allow_patterns=list(patterns))), what)
     if (reason := _adapter(folder)) is not None:
         raise ValueError(f"no model can be loaded from {name!r}: {reason}")

@@ -41,15 +41,11 @@ def run(words: Sequence[str]) -> int:
 
     command_line = parser()
     helps = not {"-h", "--help"}.isdisjoint(words)
-    if words and not helps and (words[0] in trainers.TRAINERS or trainers.is_run_file(words[0])):
-        trainer, rest = trainers.expanded(words, without={*trainers.OWN, *_searched(words)})
-        return _tune(trainer, rest, command_line)
-    if words and words[0] not in trainers.TRAINERS and not words[0].startswith("-"):
-        command_line.error(f"unknown trainer {words[0]!r}; there is {', '.join(trainers.TRAINERS)}")
-    if not helps:
-        command_line.error(f"begin with a trainer or a run file: {', '.join(trainers.TRAINERS)}, RUN.toml")
-    command_line.print_help()
-    return 0
+    if helps:
+        command_line.print_help()
+        return 0
+    trainer, rest = trainers.expanded(words, without={*trainers.OWN, *_searched(words)})
+    return _tune(trainer, rest, command_line)
 
 
 def parser() -> argparse.ArgumentParser:

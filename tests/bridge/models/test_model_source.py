@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -181,10 +183,16 @@ def test_a_hub_id_is_downloaded_and_a_failure_names_it(tmp_path, monkeypatch):
         raise OSError("no network")
 
     monkeypatch.setattr(model_folder, "snapshot_download", fail)
-    with pytest.raises(
-        ValueError, match=r"'someone/a-model': there is no folder 'someone/a-model' here, and the hub .*no net"
-    ):
+    said = "'someone/a-model': there is no folder 'someone/a-model' here, and it cannot be had from the hub: no network"
+    with pytest.raises(ValueError, match=said):
         PretrainedSource("someone/a-model").empty()
+
+
+def test_a_hub_that_is_not_asked_says_nothing(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="cannot be had from the hub: ") as error:
+        PretrainedSource("someone/no-such-model").empty()
+    assert isinstance(error.value.__cause__, LocalEntryNotFoundError) and "hub says" not in str(error.value)
 
 
 def test_a_buffer_that_nothing_computes_is_refused():

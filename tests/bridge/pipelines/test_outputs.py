@@ -237,4 +237,4 @@ def test_the_command_itself(capsys):
     assert main([]) == main(["--help"]) == main(["-h"]) == 0
     assert capsys.readouterr().out.count("usage: rl-fn train {") == 3
     assert main(["train", "everything"]) == 2
-    assert "unknown command train 'everything'" in capsys.readouterr().err
+    assert "'everything' is no trainer (sft, " in capsys.readouterr().err

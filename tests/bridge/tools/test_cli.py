@@ -1,5 +1,6 @@
 """The command line's own part: which words are refused, what an error looks like, and the process's status."""
 
+import contextlib
 import errno
 import io
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import jinja2
@@ -59,6 +60,30 @@ def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words,
     assert text.count(message) == 1 and "Pipeline" not in text
 
 
+OWN_LOSS = "import sys\nprint('a hint', id(sys.stderr), file=sys.stderr)\n{}\n"
+TAKEN = "def f(batch): return batch.logprobs"
+ENDS = {
+    "it is taken": (TAKEN, [], None),
+    "it exits": ("sys.exit(3)", [], SystemExit),
+    "it raises": ("raise RuntimeError('no licence')", [], SystemExit),
+    "there is no such name": ("", [], SystemExit),
+    "it is stopped": ("raise KeyboardInterrupt", [], KeyboardInterrupt),
+    "an option behind it is refused": (TAKEN, ["--objective.dual-clip", "3"], SystemExit),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_loss_file_prints_is_on_the_terminal_once(end, tmp_path, capsys):
+    """It has the process's own stream: a handler of ``logging`` keeps what it finds, for the life of the process."""
+    line, words, error = ENDS[end]
+    (tmp_path / "own.py").write_text(OWN_LOSS.format(line))
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        trainers.config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"a hint {id(sys.stderr)}\n") and printed.count("a hint") == 1
+    assert printed.count("rl-fn: error: ") == (error is SystemExit) and "╭" not in printed
+
+
 class _OfOurs(TypeError):
     pass
 
@@ -105,6 +130,21 @@ def test_what_can_be_expected_is_one_line(error, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith(f"rl-fn: error: {message}") and printed.err.count("\n") == 1
     assert "Traceback (" not in printed.err and printed.out == ""
+
+
+def test_a_missing_part_of_a_package_is_not_the_package(capsys):
+    """The user's own file may import ``torch.nope``."""
+    lines = [line for line in requires("rl-fn") or [] if "extra == 'bridge'" in line]
+    names = [re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines]
+    assert "torch" in names
+    for name in names:
+        for missing, message in (
+            (f"{name}.nope", f"No module named '{name}.nope'"),
+            (name, f"this command needs {name}, which is not installed: pip install '.[bridge]'"),
+        ):
+            error = ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+            assert report(broken(error), None) == 1
+            assert capsys.readouterr().err == f"rl-fn: error: {message}\n"
 
 
 def test_notes_say_how_to_go_on(capsys):
@@ -211,7 +251,7 @@ def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
 
 MISSPELT = {
     "trian policy": "unknown command 'trian': did you mean train?",
-    "train polcy": "unknown command train 'polcy': did you mean policy?",
+    "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
     "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --objective.tau 1": "--objective.tau is of objective:kimi; here it is objective:dapo",
@@ -225,6 +265,9 @@ MISSPELT = {
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
     "train preference loss:bradley-terry": "loss:bradley-terry is of train reward-model; here there are loss:",
     "train reward-model loss:dpo": "loss:dpo is of train preference; here there are loss:",
+    "train preference objective:grpo": "objective:grpo is of train policy; here there are loss:",
+    "train preference objective:gspoo": "objective:gspoo is of train policy; here there are loss:",
+    "train sft loss:dpoo": "error: loss:dpoo is of train reward-model, train preference\n",
     "train preference --preference.shift-momentum 0.5": "did you mean --loss.shift-momentum?",
 }
 

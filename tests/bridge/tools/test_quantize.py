@@ -11,7 +11,7 @@ from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.rollout.inside_vllm.flashrl import settings_of
 from rl_bridge.weights.source import LAYOUTS
 from rl_tools.cli import main
-from rl_tools.quantize import weight_errors
+from rl_tools.quantize import read_prompts, weight_errors
 
 
 @pytest.fixture
@@ -143,3 +143,19 @@ def test_what_cannot_be_measured_is_refused(command, folder, tmp_path, words, me
     status, _, err = command(*(named.get(word, word) for word in words))
     assert status == 1
     assert message in err
+
+
+BAD_ROWS = {"no JSON": "{'prompt': 1}", "no prompt": '{"answer": "2"}', "no object": "[1]", "no text": '{"prompt": 3}'}
+
+
+@pytest.mark.parametrize("bad", BAD_ROWS)
+@pytest.mark.parametrize("place", [1, 2, 4])
+def test_a_bad_row_of_prompts_is_named_by_its_line(bad, place, tmp_path):
+    """Blank lines are counted, as an editor counts them."""
+    lines = ['{"prompt": "1+1="}', "", '{"prompt": "1+2="}', '{"prompt": "1+3="}', ""]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    assert read_prompts(tmp_path / "prompts.jsonl") == ["1+1=", "1+2=", "1+3="]
+    lines[place - 1] = BAD_ROWS[bad]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl, (row|line) {place}\b"):
+        read_prompts(tmp_path / "prompts.jsonl")

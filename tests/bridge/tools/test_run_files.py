@@ -12,7 +12,7 @@ from rl_bridge.common.terminal import remarks
 from rl_bridge.models.small import TinySource
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
-from rl_tools.trainers import TRAINERS, config_of, expanded
+from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of
 from rl_train.policy_configs import quickstart
 
 SMALL = {
@@ -90,6 +90,7 @@ NOT_ONE = {
     "runs/nothere": "'runs/nothere' is no trainer (sft, ",
     "rows.jsonl": "'rows.jsonl' is no trainer (sft, ",
     "polcy": "no folder with run.toml; did you mean policy?",
+    "--seed=1 sft": "give a trainer, one of sft, ",
 }
 
 
@@ -99,12 +100,47 @@ def test_what_is_neither_a_trainer_nor_a_run_is_named(words):
         expanded(words.split())
 
 
-@pytest.mark.parametrize("line", ["policy = 3", "policy.sampling = 3", 'rollout = "vllm"'])
-def test_a_table_of_options_is_no_value(line, tmp_path):
-    (tmp_path / "run.toml").write_text(f'trainer = "policy"\n{line}\n')
-    name = line.partition(" = ")[0]
-    with pytest.raises(ValueError, match=rf"run\.toml: {name} is a table, with {name}\.[a-z.-]+ and others; got "):
-        expanded([str(tmp_path)])
+@pytest.mark.parametrize("words", [["polcy"], ["runs/nothere"], ["no.jsonl", "--seed", "1"]])
+@pytest.mark.parametrize("command", ["train", "plan", "tune"])
+def test_every_command_refuses_what_is_no_trainer_in_one_way(command, words, capsys):
+    with pytest.raises(ValueError) as error:
+        expanded(words)
+    assert main([command, *words]) == 2
+    assert capsys.readouterr() == ("", f"rl-fn: error: {error.value}\n")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_table_of_options_is_no_value(trainer, tmp_path):
+    """The tables of every recipe too, as objective.kl."""
+    options = options_of(load(TRAINERS[trainer].default)())
+    names = [*options.kinds, *options.of_recipes]
+    tables = {name[: dot.start()] for name in names for dot in re.finditer(r"\.", name)} - options.recipes.keys()
+    assert tables
+    for table in sorted(tables):
+        (tmp_path / "run.toml").write_text(f'trainer = "{trainer}"\n{table} = 3\n')
+        with pytest.raises(
+            ValueError, match=rf"run\.toml: {table} is a table, with {table}\.[a-z.-]+ and others; got "
+        ):
+            expanded([str(tmp_path)])
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_recipe_of_another_trainer_is_named_with_it(trainer, tmp_path, capsys):
+    recipes = {name: options_of(load(other.default)()).recipes for name, other in TRAINERS.items()}
+    words = {f"{part}:{recipe}" for own in recipes.values() for part, names in own.items() for recipe in names}
+    own = {f"{part}:{recipe}" for part, names in recipes[trainer].items() for recipe in names}
+    for word in sorted(words - own):
+        part, _, recipe = word.partition(":")
+        owners = ", ".join(f"train {name}" for name in TRAINERS if recipe in recipes[name].get(part, {}))
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", trainer, word])
+        assert (said := capsys.readouterr().err).startswith(f"rl-fn: error: {word} is of {owners}")
+        for line in (f'{part} = "{recipe}"', f'{part}.name = "{recipe}"'):
+            (tmp_path / "run.toml").write_text(f'trainer = "{trainer}"\n{line}\n')
+            with pytest.raises(ValueError) as error:
+                expanded([str(tmp_path)])
+            assert said.splitlines()[0] == f"rl-fn: error: {error.value}".replace(f"{tmp_path / 'run.toml'}: ", "")
+    assert words - own
 
 
 def test_a_study_has_the_options_of_a_file_but_its_own(tmp_path, monkeypatch):

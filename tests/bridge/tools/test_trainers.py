@@ -137,7 +137,7 @@ WRONG = {
     'dtype = "float31"': "dtype must be 'float32' or 'bfloat16', got 'float31'",
     'freeze = "a"': "freeze must be an array, each a text, got 'a'",
     "optimizer.learning-rate = 2026-01-01": "optimizer.learning-rate must be a number, got",
-    'objective.name = "gsp"': "objective = 'gsp': did you mean gspo",
+    'objective.name = "gsp"': "objective:gsp: did you mean objective:gspo",
     'trainer = "dpo"': "trainer must be one of sft, reward-model, preference, policy, got 'dpo'",
     "a.b.c = 1": "there is no a.b.c",
     'policy.sampling.stop = ["a", "--b"]': "policy.sampling.stop has several texts, and '--b' begins as an option does",
