@@ -8,7 +8,7 @@ from typing import Any, Self
 import rl_fn
 from rl_bridge.algorithms.advantages import require_unpenalised
 from rl_bridge.algorithms.policy_setup import PolicyConfig, PolicyEngines, ScalarOptions
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_default
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.engine import Engine
 from rl_bridge.environments import EnvironmentFactory
@@ -23,7 +23,6 @@ from rl_bridge.pipelines.rollout_options import AsynchronousOptions, talking
 from rl_bridge.rewards import Rewards
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
-from rl_bridge.run.options import require_default
 from rl_bridge.run.run import Stateful
 
 

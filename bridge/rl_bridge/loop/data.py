@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_default, require_kind
 from rl_bridge.common.terminal import remark, tell
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.comparisons import PairBatch, read_comparisons
@@ -40,7 +40,6 @@ from rl_bridge.models.row_checks import (
 from rl_bridge.models.turn_ends import remark_on_ends
 from rl_bridge.modules.comparison import REWARD_LOSSES, SHIFT_MOMENTUM, ComparisonLoss
 from rl_bridge.pipelines.training import own_fingerprints
-from rl_bridge.run.options import require_default, require_kind
 from rl_bridge.run.provenance import UNDIVIDED, of_folder, of_rows
 from rl_bridge.run.run import Stateful
 

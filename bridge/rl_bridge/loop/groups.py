@@ -21,7 +21,7 @@ from rl_bridge.algorithms.advantages import (
 from rl_bridge.algorithms.completions import Sampled, baseline_of, failures, joined, rewarded
 from rl_bridge.algorithms.evaluation import interval, pass_rates_of, require_ended, with_ends
 from rl_bridge.algorithms.policy_setup import ScalarOptions
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_default
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
@@ -31,7 +31,6 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.rewards import RewardError, Rewards, load
 from rl_bridge.rewards.rewards import OnNone
 from rl_bridge.rewards.sources import Source
-from rl_bridge.run.options import require_default
 
 
 class Draw(NamedTuple):

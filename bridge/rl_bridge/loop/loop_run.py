@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from rl_bridge.algorithms.completion_log import CompletionLog
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_kind
+from rl_bridge.common.scalars import Measured, json_of, number_of, numbers_of
 from rl_bridge.common.terminal import remark, remarks, tell
 from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
@@ -18,13 +19,12 @@ from rl_bridge.loop.ahead import Ahead
 from rl_bridge.loop.changes import Part, changed
 from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
-from rl_bridge.loop.record_values import Measured, json_of, number_of, numbers_of
 from rl_bridge.loop.scored import AdamW, Metrics, Scored
 from rl_bridge.loop.trained import Policy
 from rl_bridge.memory.garbage_collection import collector_waits, phase_ended
 from rl_bridge.pipelines.placement import keep_threads
 from rl_bridge.run import run
-from rl_bridge.run.options import RunOptions, require_kind
+from rl_bridge.run.options import RunOptions
 from rl_bridge.run.run import Observer, Stateful, open_run
 
 

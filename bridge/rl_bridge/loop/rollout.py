@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rl_bridge.algorithms.completions import completions
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_default, require_kind
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.messages import tools_of
 from rl_bridge.data.rows import missing
@@ -23,7 +23,6 @@ from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
 from rl_bridge.pipelines.rollout_options import RolloutOptions
 from rl_bridge.rewards import with_rows
-from rl_bridge.run.options import require_default, require_kind
 
 
 class Rollout:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_bridge.algorithms.comparison_training import with_reference
 from rl_bridge.algorithms.policy_training import minibatches_of
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_kind
 from rl_bridge.common.terminal import given
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.examples import Example
@@ -28,7 +28,6 @@ from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import Decay, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines, MeshOptions
-from rl_bridge.run.options import require_kind
 from rl_bridge.run.run import Stateful
 
 AnyBatch = TypeVar("AnyBatch", GroupBatch, PairBatch)

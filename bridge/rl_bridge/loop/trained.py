@@ -30,7 +30,7 @@ from rl_bridge.algorithms.policy_training import (
     watched_rows,
 )
 from rl_bridge.algorithms.supervised_training import held_out_nll, supervised_batch, supervised_update
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_default, require_kind
 from rl_bridge.common.terminal import tell
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.data.rows import supervised_row
@@ -62,7 +62,6 @@ from rl_bridge.modules.policy import require_micro_batches
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
-from rl_bridge.run.options import require_default, require_kind
 from rl_bridge.run.run import Stateful
 
 _REMEMBERED = 64

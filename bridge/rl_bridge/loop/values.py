@@ -7,7 +7,7 @@ from typing import Any
 import rl_fn
 from rl_bridge.algorithms.comparison_training import BatchStatistics, comparison_update, evaluate_reward_model
 from rl_bridge.algorithms.policy_training import critic_update, require_updates, shares_of
-from rl_bridge.common.argument_kinds import check_call
+from rl_bridge.common.argument_kinds import check_call, require_kind
 from rl_bridge.data.comparisons import PairBatch
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.engines.engine import Turns
@@ -23,7 +23,6 @@ from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
-from rl_bridge.run.options import require_kind
 
 
 class Critic(Scored):

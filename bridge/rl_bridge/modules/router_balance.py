@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_bridge.data.token_batch import TokenBatch
-from rl_bridge.parallel.checkpointing import without_peft
+from rl_bridge.weights.manifest import without_peft
 from rl_fn import Ratio
 
 METRIC = "router_balance"

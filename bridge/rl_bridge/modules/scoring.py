@@ -19,13 +19,13 @@ from rl_bridge.models.row_checks import positions_of, rotary_bound
 from rl_bridge.modules.cpu_layers import use_cpu_layers
 from rl_bridge.parallel.adapter_effects import require_effect
 from rl_bridge.parallel.attention import use_rl_fn_attention
-from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.documents import Documents
 from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.parallel.mesh import AXES, agree_max_over
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
+from rl_bridge.weights.manifest import without_peft
 
 _ARRANGEMENT = ("micro_batch_tokens", "share_prefixes", "packing")
 """Options of ``ScoringConfig`` that say where rows lie, with the same results."""

@@ -14,11 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.fsdp import forget_pass, part_of, reshard
 from rl_bridge.parallel.heads import GivesLogits
 from rl_bridge.parallel.probe import any_worker, is_alone, plain_values, rows_for
-from rl_bridge.weights.manifest import local
+from rl_bridge.weights.manifest import local, without_peft
 
 _TOGETHER, _EACH = 1e-3, 2e-2
 """Largest difference in float32, of the adapters' effect: of all at once, and of one alone, which is then named."""

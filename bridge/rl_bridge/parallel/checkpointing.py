@@ -10,14 +10,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.offloading import ActivationOffload
-from rl_bridge.weights.manifest import is_peft
 
 # The modules of a model that are sharded, gathered and recomputed one at a time: its layers.
-
-
-def without_peft(model: nn.Module) -> nn.Module:
-    """The model that a peft model wraps, adapters inside; any other model is itself."""
-    return model.get_base_model() if is_peft(model) else model
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import layers_of, without_peft
+from rl_bridge.parallel.checkpointing import layers_of
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.weights.manifest import replace_parameters
+from rl_bridge.weights.manifest import replace_parameters, without_peft
 
 # Fully sharded data parallelism (FSDP2): ZeRO-3, ZeRO-2, replicated groups of shards, one worker alone.
 

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.fsdp import fsdp_parameters, reshard_without_backward
-from rl_bridge.weights.manifest import is_peft
+from rl_bridge.weights.manifest import is_peft, without_peft
 from rl_kernels import TokenLogprobs, linear_logprobs, linear_policy_loss, logits_logprobs
 
 # Log-probabilities from hidden states and the output embeddings, wherever parallelism has put these.

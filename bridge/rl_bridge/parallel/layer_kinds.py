@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import without_peft
+from rl_bridge.weights.manifest import without_peft
 
 
 def has_states(model: torch.nn.Module) -> bool:

@@ -7,12 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from rl_bridge.parallel.checkpointing import keep_activations, without_peft
+from rl_bridge.parallel.checkpointing import keep_activations
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.fsdp import shard_model
 from rl_bridge.parallel.heads import gather_head
 from rl_bridge.parallel.mesh import model_mesh, one_rank_mesh
 from rl_bridge.parallel.tensor_parallel import cut_matrices
+from rl_bridge.weights.manifest import without_peft
 
 DEFAULT = ParallelConfig()
 

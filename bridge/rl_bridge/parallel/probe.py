@@ -28,14 +28,13 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl_bridge.parallel.attention.register import NAME
-from rl_bridge.parallel.checkpointing import without_peft
 from rl_bridge.parallel.documents import SEQUENCE, Documents
 from rl_bridge.parallel.drawn import SCALES, draw, fingerprint, nudge
 from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.heads import GivesLogits, HeadKind, is_language_model, token_logprobs, token_values
 from rl_bridge.parallel.layer_kinds import has_states, unpackable
 from rl_bridge.parallel.mesh import AXES, agree_max_over
-from rl_bridge.weights.manifest import local
+from rl_bridge.weights.manifest import local, without_peft
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
 

@@ -89,33 +89,6 @@ def in_vain(options: "RunOptions", begun: "RunOptions") -> Iterator[str]:
             yield str(error)
 
 
-def require_default(arguments: Mapping[str, Any], defaults: Sequence[Any], without: str) -> None:
-    """Refuse arguments of a call that nothing would read, unless they have their default values.
-
-    >>> require_default({"updates": 1}, (1,), "with NLL()")
-
-    Raises:
-        ValueError: with the argument's name, its value and ``without``, which says why nothing reads it.
-    """
-    for (name, value), default in zip(arguments.items(), defaults, strict=True):
-        if value != default:
-            raise ValueError(f"{name}={value!r} has no effect {without}")
-
-
-def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Refuse an argument of a call that is no object of its kind.
-
-    >>> require_kind("steps", 3, int, "a whole number")
-
-    Raises:
-        TypeError: with the argument's name, what is ``expected``, and the value.
-    """
-    if not isinstance(value, kind):
-        text = repr(value)
-        text = text if len(text) <= 80 else f"{text[:80]}…"
-        raise TypeError(f"{name} is {expected}, got {type(value).__name__} {text}")
-
-
 def shown(value: Any) -> str:
     """A value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

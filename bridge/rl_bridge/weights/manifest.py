@@ -102,6 +102,11 @@ def is_peft(module: Any) -> "TypeGuard[PeftModel]":
     return "peft" in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
 
 
+def without_peft(model: torch.nn.Module) -> torch.nn.Module:
+    """The model that a peft model wraps, adapters inside; any other model is itself."""
+    return model.get_base_model() if is_peft(model) else model
+
+
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter or persistent buffer), tied ones once; FSDP2 parameters as the shards they are stored as."""
     reshard(module)
