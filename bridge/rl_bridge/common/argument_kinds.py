@@ -8,11 +8,9 @@ from os import PathLike
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import numpy as np
-
 _PACKAGES = ("rl_bridge", "rl_fn", "rl_train")
 _NUMBERS: dict[Any, tuple[Any, str]] = {
-    bool: ((bool, np.bool_), "True or False"),
+    bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
     str: (str, "a text"),
@@ -87,7 +85,7 @@ def check_argument(name: str, value: Any, annotation: Any) -> None:
         elif key in _NUMBERS or key in _SEVERAL or _is_own(key):
             of_kind, in_words = (_NUMBERS | _SEVERAL).get(key) or (key, f"{key.__name__}(…)")
             beside = _is_no_list(value) if key is Sequence else key in (int, float) and isinstance(value, bool)
-            if isinstance(value, of_kind) and not beside:
+            if (isinstance(value, of_kind) and not beside) or (key is bool and _is_flag(value)):
                 return
             words += [in_words] if in_words else []
             of_objects = of_objects or key not in _NUMBERS
@@ -128,6 +126,11 @@ def require_kind(name: str, value: Any, kind: Any, expected: str) -> None:
         text = repr(value)
         text = text if len(text) <= 80 else f"{text[:80]}…"
         raise TypeError(f"{name} is {expected}, got {type(value).__name__} {text}")
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether this is NumPy's True or False. NumPy is not imported: it takes longer than a command's help."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
 
 
 def _is_choice(value: Any, choice: Any) -> bool:
