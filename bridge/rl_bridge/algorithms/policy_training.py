@@ -143,7 +143,8 @@ def require_updates(sampled: Sampled, count: int) -> None:
     Raises:
         ValueError: with both numbers.
     """
-    if count > (drawn := sampled.sampled_groups * sampled.rewards.shape[1]):
+    drawn = sampled.sampled_groups * sampled.rewards.shape[1]
+    if isinstance(count, Integral) and count > drawn:  # another count is refused where it cuts the rows
         raise ValueError(
             f"updates={count} are parts of a step's completions, and {drawn} were drawn: at most one a completion"
         )

@@ -93,6 +93,8 @@ def check_argument(name: str, value: Any, annotation: Any) -> None:
             return
     expected = " or ".join([*words, *([f"one of {', '.join(map(str, choices))}"] if choices else [])])
     text = f"{type(value).__name__} {repr(value)[:80]}" if of_objects else repr(value)
+    if Sequence[str] in kinds and isinstance(value, str):
+        expected += f", as {name}=({value!r},)"
     if str in kinds and isinstance(value, PathLike):
         expected += ", as str(path)"
     if not {int, float}.isdisjoint(kinds) and getattr(value, "ndim", None) == 0:
