@@ -61,7 +61,7 @@ from rl_bridge.modules.own_loss import own_marks
 from rl_bridge.modules.policy import require_micro_batches
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
+from rl_bridge.pipelines.training import LoRAOptions, trained_part
 from rl_bridge.run.run import Stateful
 
 _REMEMBERED = 64
@@ -119,7 +119,7 @@ class Policy(Scored):
         require_kind("objective", objective, (rl_fn.Objective, ComparisonLoss, NLL), learnt)
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
         check_call(Policy.__init__, locals())
-        self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
+        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         self.engines.trained = trained_part(model.source, self.lora, self.freeze, seed)
         self.engines.rehearse_export(model.tokenizer, export_dtype, rehearsed=rehearsed)
         self.objective, self.optimizer = objective, optimizer

@@ -22,7 +22,7 @@ from rl_bridge.models.model_source import ModelSource, PretrainedValueSource, Va
 from rl_bridge.modules.comparison import ComparisonLoss
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
-from rl_bridge.pipelines.training import LoRAOptions, patterns_of, trained_part
+from rl_bridge.pipelines.training import LoRAOptions, trained_part
 
 
 class Critic(Scored):
@@ -129,7 +129,7 @@ class RewardModel(Scored):
         require_kind("optimizer", optimizer, AdamW, "AdamW(…)")
         check_call(RewardModel.__init__, locals())
         self.loss, self.optimizer = loss, optimizer
-        self.lora, self.freeze = lora or LoRAOptions(), patterns_of(freeze)
+        self.lora, self.freeze = lora or LoRAOptions(), tuple(freeze)
         require_no_temperature(scoring or ScoringConfig(), loss)
         self.engines.source = ValueSource(model.source, pad_token=model.pad_token)
         self.engines.trained = trained_part(self.engines.source, self.lora, self.freeze, seed)

@@ -82,17 +82,6 @@ class LoRAOptions:
         return LoRASource(source, self.rank, alpha, targets, self.use_rslora, seed=seed)  # type: ignore[return-value]
 
 
-def patterns_of(freeze: Sequence[str]) -> tuple[str, ...]:
-    """The patterns of parameters to freeze.
-
-    Raises:
-        TypeError: a text, which is a sequence of its characters.
-    """
-    if isinstance(freeze, str):
-        raise TypeError(f"freeze is several patterns, got one text: freeze=({freeze!r},)")
-    return tuple(freeze)
-
-
 def trained_part(source: ModelSource, lora: LoRAOptions, freeze: Sequence[str], seed: int) -> ModelSource:
     """The model with its trained part: adapters in it or all of it, without the frozen parameters.
 
@@ -129,7 +118,7 @@ class TrainingOptions(RunOptions, PlacementOptions):
     eval_data: str | None = field(default=None, metadata=MAY_CHANGE)
     """Held-out rows; None holds ``held_out`` rows of ``data`` back."""
     held_out: int = 600
-    """Rows of ``data`` that are not trained on and measure the model."""
+    """Rows of ``data`` that are not trained on and measure the model; where this default is more than half, a fifth."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(learning_rate=1e-5))
     lora: LoRAOptions = LoRAOptions()
     freeze: tuple[str, ...] = ()
@@ -279,14 +268,20 @@ def undivided(census: Census) -> dict[str, str]:
 def split(options: TrainingOptions, rows: Sequence[dict], census: Census) -> tuple[list[dict], list[dict]]:
     """(Rows to train on, ``options.held_out`` rows held out), of prompts that differ.
 
-    Rows that are left out are counted, and so are too few to train on.
+    Where the trainer's own number is more than half of the prompts, a fifth is held out, and a remark says so. Rows
+    that are left out are counted, and so are too few to train on.
 
     Raises:
         ValueError: the rows have too few prompts.
     """
-    source = census.data.name
+    source, count = census.data.name, options.held_out
+    prompts = len(set(map(prompt_of, rows)))
+    if count == type(options).held_out and 2 * count > prompts:
+        count = max(1, prompts // 5)
+        own = options.held_out
+        remark(f"{source}: {prompts} distinct prompts, of which {count} are held out and not {own}: --held-out N")
     try:
-        train, held_out = split_rows(rows, options.held_out, options.seed)
+        train, held_out = split_rows(rows, count, options.seed)
     except ValueError as error:
         raise ValueError(f"{source}: {error}: give a smaller --held-out, or --eval-data FILE") from error
     census.data.leave_out(SAME_PROMPT, len(rows) - len(train) - len(held_out))

@@ -5,17 +5,19 @@ from dataclasses import replace
 
 import pytest
 
+from rl_bridge.data.census import Census
 from rl_bridge.data.comparisons import read_comparisons
 from rl_bridge.data.rows import policy_row, read_rows, supervised_row
 from rl_bridge.data.tasks import arithmetic_rows
 from rl_bridge.models.chat_templates import rendered, use_template
 from rl_bridge.models.pretrained import new_for_rows
 from rl_bridge.models.row_checks import check_rows, supervised
-from rl_bridge.pipelines.training import load_rows
+from rl_bridge.pipelines.training import load_rows, split
 from rl_bridge.rewards.sources import exact_match
 from rl_bridge.run.run import open_run
 from rl_tools.report.run_files import read_run
 from rl_tools.report.sections import warnings_of
+from rl_tools.trainers import TRAINERS, load
 from rl_train.compared import load_comparisons
 from rl_train.preference import PreferencePipeline
 from rl_train.sft import SFTPipeline
@@ -181,6 +183,29 @@ def test_what_is_remarked_about_the_inputs_is_in_the_record_and_the_report_usr_1
     for line in told:
         assert said.count(line) == 2 and sum(line in warning for warning in warnings) == 1, warnings
     assert sum("held" in warning for warning in warnings) == 2
+
+
+@pytest.mark.parametrize("rows", [2, 5, 199, 200, 201, 1199, 1200])
+@pytest.mark.parametrize("trainer", ["sft", "policy", "reward-model", "preference"])
+def test_a_small_file_has_a_fifth_held_out_where_no_number_is_given(trainer, rows, tmp_path, capsys):
+    """A first run on 300 rows of one's own was refused: 600 were to be held out."""
+    fields = ("prompt", "chosen", "rejected") if trainer in ("reward-model", "preference") else ("prompt", "answer")
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({name: f"{name} {n}" for name in fields}) + "\n" for n in range(rows)))
+    start = load(TRAINERS[trainer].default)()
+    default = type(start).held_out
+    options = replace(start, data=str(file))
+    train, held_out = split(options, [{"prompt": str(n)} for n in range(rows)], Census())
+    count = default if 2 * default <= rows else max(1, rows // 5)
+    assert (len(held_out), len(train)) == (count, rows - count)
+    line = f"{rows} distinct prompts, of which {count} are held out and not {default}: --held-out N"
+    assert (line in capsys.readouterr().out) == (count != default)
+    given = replace(options, held_out=default + 1)
+    if rows > default + 1:
+        assert len(split(given, [{"prompt": str(n)} for n in range(rows)], Census())[1]) == default + 1
+    else:
+        with pytest.raises(ValueError, match=f"cannot hold out {default + 1} distinct prompts of {rows} rows"):
+            split(given, [{"prompt": str(n)} for n in range(rows)], Census())
 
 
 @pytest.mark.parametrize("held_out", [8, 600])
