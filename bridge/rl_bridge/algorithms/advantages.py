@@ -188,7 +188,7 @@ def with_reward_weights(objective: Objective, weights: Sequence[float] | None, *
         )
     own = advantage.weights if advantage.rewards_shape == SEVERAL and hasattr(advantage, "weights") else None
     counted = own or (*(weights or ()), *((1.0,) if penalised else ()))
-    if advantage.rewards_shape != "none" and counted and not any(counted):
+    if advantage.rewards_shape != "none" and objective.reward_kl is None and counted and not any(counted):
         raise ValueError(
             f"every reward has weight 0, and {objective.name} has nothing to train on: got weights {tuple(counted)}; a "
             "reward that is to be measured alone stands beside one that counts"

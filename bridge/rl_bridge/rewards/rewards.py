@@ -105,7 +105,6 @@ class Rewards:
         self._names: list[tuple[str, ...]] = [(reward.name,) for reward in self._rewards]
         self._settled: set[int] = set()
         """Places of the rewards whose values have shown their names."""
-        self._tried = False
         self._weights = tuple(float(weight) for weight in weights)
         self._fingerprint = fingerprint
         self._one_at_a_time = threading.Lock()
@@ -157,18 +156,14 @@ class Rewards:
 
     def _score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         results: list[dict[str, float]] = [{} for _ in trajectories]
+        settled = len(self._settled)
         for place, reward in enumerate(self._rewards if trajectories else ()):
             values = self._named_values(place, reward, trajectories)
             for rewards, own in zip(results, values, strict=True):
                 rewards |= {name: own.get(name, math.nan) for name in self._names[place]}
-        if trajectories and not self._tried and (self.none == "refuse" or self._all_settled):
-            self._tried = True
+        if len(self._settled) > settled:
             self._check()
         return [replace(trajectory, rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
-
-    @property
-    def _all_settled(self) -> bool:
-        return len(self._settled) == len(self._rewards)
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The names that functions gave their rewards: a resumed run may train on rewards of the run before."""
@@ -177,7 +172,6 @@ class Rewards:
     def load_checkpoint_state(self, state: dict[str, Any]) -> None:
         """Take back what ``checkpoint_state`` gave."""
         self._names, self._settled = [tuple(names) for names in state["names"]], set(state["settled"])
-        self._tried = bool(self._settled)
 
     def _named_values(
         self, place: int, reward: NamedReward, trajectories: Sequence[Trajectory]
@@ -242,18 +236,26 @@ class Rewards:
         """
         trials = [trial for row in rows[:2] for trial in _trials(row, tokenizer, conversations)]
         numbers = [value for trial in self.score(trials) for value in trial.rewards.values()]
-        # A reward that is None for one task shows the names of its numbers where it applies.
-        for row in rows[2:SHOWING]:
-            if self.none == "refuse" or self._all_settled:
-                break
-            self.score(list(_trials(row, tokenizer, conversations)))
-        self._tried = True
+        # A reward that is None for one task shows the names of its numbers where it applies: in rows from everywhere.
+        for row in rows[2 :: max(1, len(rows) // SHOWING)]:
+            for place, reward in enumerate(self._rewards):
+                if place not in self._settled:
+                    values = self._named_values(place, reward, list(_trials(row, tokenizer, conversations)))
+                    numbers += [value for own in values for value in own.values()]
         if numbers and all(map(math.isnan, numbers)):
             raise RewardError(
                 f"no reward of {', '.join(self.names)} returned a number for {trials[0].row.get('_where', 'a row')} or "
                 f"{trials[-1].row.get('_where', 'a row')}, with the row's answer and with nothing: is a return missing?"
             )
         self._check()
+        if unnamed := [reward.name for place, reward in enumerate(self._rewards) if place not in self._settled]:
+            try:
+                _ = self.weights
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; {unnamed[0]} returned None for all rows that were tried, so that the names of its "
+                    "numbers are not known: give a dictionary with every name, and None where one does not apply"
+                ) from error
         if beside:
             self._try_beside(trials)
 
@@ -287,7 +289,7 @@ class Rewards:
             own = any(names != (reward.name,) for names, reward in zip(self._names, self._rewards, strict=True))
             way_on = "give the key of a dictionary another name" if own else "name each: NAME=SOURCE"
             raise ValueError(f"two rewards have the name {twice[0]!r}; {way_on}")
-        if self._tried:
+        if len(self._settled) == len(self._rewards):
             _ = self.weights
 
 

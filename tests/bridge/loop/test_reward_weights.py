@@ -223,6 +223,8 @@ def test_rewards_of_weight_0_are_measured_and_stand_beside_what_counts():
         assert advantages_of(groups_of(weights, scalar=scalar), grpo).any()
     teacher = rl_fn.recipes.on_policy_distillation()
     assert with_reward_weights(teacher, ZERO, penalised=False) == teacher
+    toward_another = rl_fn.recipes.grpo().replace(kl=None, reward_kl=rl_fn.components.KL("k1", coef=1.0))
+    assert with_reward_weights(toward_another, ZERO, penalised=False) == toward_another
     policy = replace(quickstart().policy, overlong_buffer=1)
     assert replace(quickstart(), reward_weights=(0.0,), policy=policy).objective_and_control()[0].name == "dapo"
 

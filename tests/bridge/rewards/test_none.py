@@ -63,7 +63,7 @@ def test_a_verl_s_result_without_a_score_and_a_missing_return_are_no_none():
         RewardOptions(reward_none="leave-out")
 
 
-@pytest.mark.parametrize("before", [0, 1, 2, 7])
+@pytest.mark.parametrize("before", [0, 1, 2, 7, 100, 1000])
 def test_the_rewards_of_a_later_task_are_named_before_a_run_begins(before):
     """Weights of all rewards were refused where the first two rows had another task."""
 
@@ -73,15 +73,51 @@ def test_the_rewards_of_a_later_task_are_named_before_a_run_begins(before):
     def right(completion, row):
         return {"right": 1.0, "form": 0.5} if row["task"] == "sums" else None
 
-    tasks = [*["prose"] * before, *["sums"] * 3]
+    tasks = [*["prose"] * before, *["sums"] * (3 + before // 2)]
     of_tasks = [{**row, "task": task} for row, task in zip(rows(len(tasks)), tasks, strict=True)]
     rewards = load([style, right], weights=[1.0, 1.0, 0.5], none="leave-out")
     rewards.try_on(of_tasks)
     assert rewards.names == ("style", "right", "form") and rewards.weights == (1.0, 1.0, 0.5)
     with pytest.raises(ValueError, match="there are 2 weights"):
         load([style, right], weights=[1.0, 1.0], none="leave-out").try_on(of_tasks)
-    with pytest.raises(ValueError, match="there are 3 weights"):
-        load([style, right], weights=[1.0, 1.0, 0.5], none="leave-out").try_on(of_tasks[:before] or of_tasks[:0])
+    alone = load(right, none="leave-out")
+    alone.try_on(of_tasks)
+    assert alone.names == ("right", "form"), "it was said to lack a return"
+    if before:
+        with pytest.raises(
+            ValueError, match=r"there are 3 weights .*; right returned None for all rows that were tried"
+        ):
+            load([style, right], weights=[1.0, 1.0, 0.5], none="leave-out").try_on(of_tasks[:before])
+
+
+def test_rewards_whose_names_are_known_are_tried_on_two_rows():
+    """A judge was asked about 64, beside a reward that never applied."""
+    asked = []
+
+    def judge(completion, row):
+        asked.append(row["prompt"])
+        return 1.0
+
+    load([judge, lambda completion, row: None], none="leave-out").try_on(rows(200))
+    assert len(set(asked)) == 2
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_two_rewards_of_one_name_are_refused_whenever_the_second_shows_its_own(tried):
+    """The first one's values were gone, and the second one's counted twice."""
+
+    def accuracy(completion, row):
+        return 0.25
+
+    def right(completion, row):
+        return {"accuracy": 1.0, "form": 0.5} if completion == "b" else None
+
+    rewards = load([accuracy, right], none="leave-out")
+    if tried:
+        rewards.try_on(rows(70))
+    assert values(rewards, "a", name="accuracy") == [0.25]
+    with pytest.raises(ValueError, match="two rewards have the name 'accuracy'"):
+        values(rewards, "b", name="accuracy")
 
 
 def groups_of(*rewards):

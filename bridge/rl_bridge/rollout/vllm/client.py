@@ -239,6 +239,13 @@ class InProcessEngine:
 
     def adopt(self, folder: Path, version: str) -> None:
         """Take the adapter in the place of the one before. Requests that run without an adapter begin again."""
+        first = self._adapter is None
+        self._load_adapter(folder, version)
+        if first and self._running:
+            self.engine.abort_request(list(self._running))
+            self._begin_again()
+
+    def _load_adapter(self, folder: Path, version: str) -> None:
         from vllm.lora.request import LoRARequest
 
         # vLLM knows an adapter by its number, and loads each once unless it is told to load it in place. Requests that
@@ -246,11 +253,8 @@ class InProcessEngine:
         self.engine.add_lora(LoRARequest(_ADAPTER, 1, str(folder), load_inplace=True))
         if (adapters := self.engine.list_loras()) != {1}:
             raise RuntimeError(f"the engine has adapters {sorted(adapters)} and not the one that it was given")
-        first, self._adapter = self._adapter is None, LoRARequest(_ADAPTER, 1, str(folder))
+        self._adapter = LoRARequest(_ADAPTER, 1, str(folder))
         self.engine.set_weight_version(version)
-        if first and self._running:
-            self.engine.abort_request(list(self._running))
-            self._begin_again()
 
     def version(self) -> str:
         """The version that outputs are stamped with."""
@@ -299,9 +303,7 @@ class InProcessEngine:
         self.engine.set_weight_version(version)
         self._adapter = None
         if adapter is not None:
-            running, self._running = self._running, {}
-            self.adopt(adapter, version)
-            self._running = running
+            self._load_adapter(adapter, version)
         self._begin_again()
 
     def _begin_again(self) -> None:
@@ -344,8 +346,8 @@ class InProcessEngine:
         try:
             yield
         finally:
-            self._core.pause_scheduler("keep", clear_cache=False)
             scheduler.waiting = others
+            self._core.pause_scheduler("keep", clear_cache=False)
 
     def _until_finished(self, name: str) -> Any:
         limit = time.monotonic() + self._timeout

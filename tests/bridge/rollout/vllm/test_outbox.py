@@ -178,6 +178,24 @@ def test_a_fresh_engine_gets_what_has_not_ended_and_nothing_else(client):
     assert [row.key for row in decoder.step()] == [1] and decoder.running == 2
 
 
+def test_rows_outlive_a_fresh_engine_that_takes_no_adapter(client, monkeypatch):
+    """The engine that the client went back to had none of them, and a stream waited for ever."""
+
+    def fails(*adapter):
+        raise MemoryError("no room for the adapter")
+
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=fails))
+    decoder = VLLMDecoder(Outbox(client, SimpleNamespace()), GREEDY, stop={STOP}, longest=30)
+    for key in range(2):
+        decoder.add(key, [5], seed=key, limit=8)
+    names = list(client.engine.begun)
+    with pytest.raises(MemoryError):
+        client.replace(Path(), "1", Path())
+    client.replace(Path(), "0")
+    assert list(client.engine.begun) == names and client.running == decoder.running == 2
+
+
 @pytest.mark.parametrize("positions", [6, 12, 30])
 @pytest.mark.parametrize("limit", [1, 8, 40])
 def test_a_row_has_no_more_tokens_than_the_model_has_positions(client, positions, limit):
