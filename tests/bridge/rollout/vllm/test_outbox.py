@@ -185,7 +185,8 @@ def test_rows_outlive_a_fresh_engine_that_takes_no_adapter(client, monkeypatch):
         raise MemoryError("no room for the adapter")
 
     for name in ("vllm", "vllm.lora", "vllm.lora.request"):
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=fails))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=lambda *of, **how: None))
+    monkeypatch.setattr(Inside, "add_lora", fails, raising=False)
     decoder = VLLMDecoder(Outbox(client, SimpleNamespace()), GREEDY, stop={STOP}, longest=30)
     for key in range(2):
         decoder.add(key, [5], seed=key, limit=8)
