@@ -186,10 +186,11 @@ class ServedEngine:
         paused = self.is_paused()
         if paused:
             self.server.resume()
-        drawn = self.server.probe(prompt, count=count, seed=seed, temperature=temperature)
-        if paused:
-            self.server.pause(clear=False)
-        return drawn
+        try:
+            return self.server.probe(prompt, count=count, seed=seed, temperature=temperature)
+        finally:
+            if paused:
+                self.server.pause(clear=False)
 
     def resume(self) -> None:
         """Go on with proved weights: completions drawn from them are given out."""
@@ -423,8 +424,10 @@ class ServedDecoder(Decoder):
                     completion, reason = _first(completion, place), "stop"
                     break
             row.had.append(completion)
-            if reason == "length" and len(row.tokens) < row.limit:
-                if not leave:
+            if reason == "abort" and not leave and not completion.tokens:
+                raise RuntimeError(f"the engine gave up request {name}, which nobody has withdrawn, without a token")
+            if reason != "stop" and len(row.tokens) < row.limit:
+                if not leave:  # a request that is done, or that somebody else has aborted
                     self._go_on(row)
                     continue
                 reason = "abort"

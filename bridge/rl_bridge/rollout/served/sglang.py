@@ -3,6 +3,7 @@
 Requests and replies follow its published types. No SGLang was run with this file: a recorded server stands for it.
 """
 
+import contextlib
 import threading
 import time
 import uuid
@@ -73,6 +74,12 @@ class SGLangServer:
         self._paused, self._loaded = False, None
         # Other connections to the server number their requests from 0, too, and one that was lost may still have some.
         self._connection = uuid.uuid4().hex
+        self._news = threading.Condition()
+        self._drawing: set[str] = set()
+        """Requests that the server has."""
+        self._aside: set[str] = set()
+        """Those of them that it is to give back for a pause, and that are sent again after it."""
+        self._waits, self._closed = False, False
         deadline = time.monotonic() + options.start_seconds
         while self.dead():
             if time.monotonic() > deadline:
@@ -86,12 +93,29 @@ class SGLangServer:
     def draw(self, ask: Ask) -> Completion:
         """The completion of one request.
 
+        Behind a pause that took the request out of the server it begins anew.
+
         Raises:
-            ServerDied: the server does not reply any more.
+            ServerDied: the server does not reply any more, or the connection was closed.
             ValueError: the server refuses the request.
         """
-        what = f"request {ask.name}"
-        return completion_of(self._asked_for(ask, what), ask, what)
+        what, name = f"request {ask.name}", ask.name
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: self._closed or not self._waits)
+                if self._closed:
+                    raise ServerDied("the connection was closed")
+                self._drawing.add(name)
+            try:
+                completion = completion_of(self._asked_for(ask, what), ask, what)
+            finally:
+                with self._news:
+                    begins_again = name in self._aside
+                    self._drawing.discard(name)
+                    self._aside.discard(name)
+                    self._news.notify_all()
+            if completion.reason != "abort" or not begins_again:
+                return completion
 
     def probe(self, prompt: Sequence[int], *, count: int, seed: int, temperature: float) -> probe.Drawn:
         """Draw exactly ``count`` tokens."""
@@ -108,12 +132,38 @@ class SGLangServer:
     def abort(self, names: Collection[str]) -> None:
         """Let these requests reply with what they have, as ``abort``."""
         for name in names:
-            self._command("abort_request", {"rid": f"{self._connection}-{name}"})
+            self._command("abort_request", {"rid": self._rid(name)})
+
+    def _rid(self, name: str) -> str:
+        # SGLang aborts all requests whose id begins so: without its end, 1 would be 10, too.
+        return f"{self._connection}-{name}."
 
     def pause(self, *, clear: bool) -> None:
-        """Running requests go back to the queue; the update flushes the cache, so they are read again after it."""
+        """Pause the server. With ``clear`` it gives back its requests, which begin anew with ``resume``.
+
+        SGLang's scheduler ends where an update flushes the cache while a request waits.
+
+        Raises:
+            TimeoutError: it did not give them back.
+        """
+        if clear:
+            self._take_out()
         self._command("pause_generation", {"mode": "retract" if clear else "in_place"})
         self._paused = True
+
+    def _take_out(self) -> None:
+        deadline = time.monotonic() + self.options.control_seconds
+        with self._news:
+            self._waits = True
+            self._aside |= self._drawing
+        while left := sorted(self._drawing):
+            self.abort(left)  # again and again: a request that is on its way cannot be aborted yet
+            with self._news:
+                self._news.wait_for(lambda: not self._drawing, 0.2)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"SGLang did not give back requests {left} within {self.options.control_seconds:g} s"
+                )
 
     def is_paused(self) -> bool:
         """Whether this connection paused the server: SGLang has no question for that."""
@@ -123,6 +173,9 @@ class SGLangServer:
         """Let requests draw again."""
         self._command("continue_generation", {"torch_empty_cache": False})
         self._paused = False
+        with self._news:
+            self._waits = False
+            self._news.notify_all()
 
     def start(self) -> None:
         """Begin an update; weights that were packed become loadable."""
@@ -173,10 +226,15 @@ class SGLangServer:
         return False
 
     def stop(self) -> None:
-        """Somebody else's server goes on."""
+        """Somebody else's server goes on, without the requests of this connection."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        with contextlib.suppress(ServerDied, RuntimeError, ValueError, TimeoutError):
+            self._take_out()
 
     def _asked_for(self, ask: Ask, what: str) -> Any:
-        payload = request_of(ask._replace(name=f"{self._connection}-{ask.name}"))
+        payload = request_of(ask._replace(name=self._rid(ask.name)))
         return self._sent(self._requests, "generate", payload, what)
 
     def _done(self, path: str, payload: Any) -> None:

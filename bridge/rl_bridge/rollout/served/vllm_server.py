@@ -328,7 +328,9 @@ def arguments(folder: Path, socket: Path, options: VLLMOptions, served: ServedOp
         flags |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank_of(options.adapter_rank)}
         flags["lora_modules"] = f"{NAME}={socket.parent / BLANK}"
     words = ["--model", str(folder)]
-    for name, value in (flags | options.engine_arguments()).items():
+    # One seat more than there are rows at once: behind all of them the probe of an update would wait for a row's end.
+    seats = {"max_num_seqs": options.max_num_seqs + 1}
+    for name, value in (flags | options.engine_arguments() | seats).items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(flag)

@@ -24,14 +24,23 @@ ACT = (FOLDER / "act").read_text() if (FOLDER / "act").exists() else ""
 STATE = {"offset": 0, "version": "default", "new": 0}
 ABORTED, RUNS, WRITES = set(), threading.Event(), threading.Lock()
 RUNS.set()
+SEATS = threading.Semaphore(int(option("--max-num-seqs")) if __name__ == "__main__" else 1)
 
 
 def generate(payload):
+    with SEATS:
+        # Rows that are held keep their seats until there is the file "go".
+        while ACT == "hold" and "request_id" in payload and not (FOLDER / "go").exists():
+            time.sleep(0.01)
+        return drawn(payload)
+
+
+def drawn(payload):
     name, wanted = "generate-tokens-" + payload.get("request_id", "probe"), payload["sampling_params"]
     if not payload["token_ids"]:
         return 400, {"error": {"message": "List should have at least 1 item"}}
     assert "seed" not in wanted, "vLLM's own seed ends an engine on a CPU where a prompt is read in pieces"
-    seed, drawn = wanted["extra_args"]["rl_fn"][:2]
+    seed, before = wanted["extra_args"]["rl_fn"][:2]
     tokens, versions, reason = [], [], "length"
     while len(tokens) < wanted["max_tokens"]:
         RUNS.wait()
@@ -44,7 +53,7 @@ def generate(payload):
             return 500, {"error": {"message": "engine is broken"}}
         time.sleep(float((FOLDER / "delay").read_text()))
         # By what it has read, and by the number of the draw.
-        read, number = len(payload["token_ids"]) + len(tokens), drawn + len(tokens)
+        read, number = len(payload["token_ids"]) + len(tokens), before + len(tokens)
         tokens.append((seed + read + 2 * number + STATE["offset"]) % 13)
         versions.append(STATE["version"])
         if tokens[-1] in wanted.get("stop_token_ids", ()):

@@ -223,6 +223,20 @@ def test_what_is_drawn_from_unproved_weights_is_kept_until_the_proof(engine_of, 
 
 
 @pytest.mark.long
+def test_an_update_waits_for_no_row_of_the_server(engine_of, tmp_path):
+    """As many rows as there are at once have a seat each, and none of them ends before the update."""
+    folder = weights(tmp_path / "w", act="hold")
+    engine = engine_of(folder)
+    decoder = added(engine, 8)
+    for _ in range(2):
+        assert len(engine.generate([1, 2], count=2, seed=1, temperature=1.0).tokens) == 2
+        assert not served(folder)[2:] and not decoder.step()
+        engine.pause()
+    engine.resume()
+    (folder / "go").touch()
+    assert len(finish(decoder)) == 8
+
+
 def test_an_engine_that_is_replaced_forgets_what_was_not_proved(engine_of, tmp_path):
     old, new = weights(tmp_path / "old", delay=0.05), weights(tmp_path / "new", offset=5)
     engine = engine_of(old)

@@ -1,6 +1,7 @@
 """SGLang's HTTP API as its 0.5.23 publishes it, by a recorded server: fields and their types are those of its wheel."""
 
 import threading
+import time
 from array import array
 
 import pytest
@@ -68,27 +69,37 @@ def check_fields(payload, wanted):
 class Fake:
     """Replies with the keys of 0.5.23's tokenizer manager; draws the prompt's length, then counts.
 
-    A stop token is cut off the tokens of a reply unless the request asks for the whole of it.
+    A stop token is cut off the tokens of a reply unless the request asks for the whole of it. An id aborts all requests
+    that begin so, and a flush of the cache ends the server while a request waits.
     """
 
     def __init__(self):
         self.version, self.fails, self.weights, self.waits = "default", "", [], threading.Event()
         self.status = 400
         self.waits.set()
-        self.aborted = set()
+        self.aborted, self.waiting = set(), []
 
     def __call__(self, path, payload):
         if path == "/model_info":
             return 200, {"model_path": "x", "weight_version": self.version, "is_generation": True}
         check_fields(payload, FIELDS[path])
+        if path == "/generate" and self.fails == path:
+            return self.status, {"message": "no"}
         if path == "/generate":
             check_fields(payload["sampling_params"], SAMPLING_FIELDS)
-            self.waits.wait(10)
+            rid = payload["rid"]
+            self.aborted = {start for start in self.aborted if not rid.startswith(start)}
+            self.waiting.append(rid)
+            while not self.waits.wait(0.01) and not rid.startswith(tuple(self.aborted)):
+                pass
+            self.waiting.remove(rid)
             return 200, self.drawn(payload)
         if path == "/abort_request":
             self.aborted.add(payload["rid"])
-            self.waits.set()
             return 200, b""
+        if payload.get("flush_cache") and self.waiting:
+            self.weights.append("the scheduler ended")
+            return 500, b"flush_cache failed"
         if path == self.fails:
             return self.status, {"success": False, "message": "no such folder"}
         if path == "/update_weights_from_disk":
@@ -103,7 +114,7 @@ class Fake:
         ends = [n for n, token in enumerate(tokens) if token in wanted["stop_token_ids"]]
         tokens = tokens[: ends[0] + 1] if ends else tokens
         finish = {"type": "stop", "matched": tokens[-1]} if ends else {"type": "length", "length": len(tokens)}
-        if payload["rid"] in self.aborted:
+        if payload["rid"].startswith(tuple(self.aborted)):
             tokens, finish = tokens[:1], {"type": "abort", "message": "Aborted"}
         meta = {
             "id": payload["rid"],
@@ -133,9 +144,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def engine_at(url, folder, seconds=5.0):
+def engine_at(url, folder, seconds=5.0, at_once=4):
     options = SGLangOptions(url=url, max_model_len=64, start_seconds=seconds)
-    return ServedEngine(lambda place: SGLangServer(options, place), folder, at_once=4, restarts=1)
+    return ServedEngine(lambda place: SGLangServer(options, place), folder, at_once=at_once, restarts=1)
 
 
 def finish(decoder):
@@ -235,6 +246,84 @@ def test_connections_to_one_server_name_no_request_alike(fake, folder):
             engine.close()
     names = [payload["rid"] for path, payload in asked if path == "/generate"]
     assert len(names) == len(set(names)) == 8
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+def test_a_row_that_is_withdrawn_takes_no_other_with_it(fake, folder):
+    """Row 1 ended rows 10 and 11, as if they had reached their limits."""
+    with recorded(fake) as (url, _):
+        engine = engine_at(url, folder, at_once=16)
+        fake.waits.clear()
+        decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[12])
+        for key in range(12):
+            decoder.add(key, [1, 2], seed=key, limit=4)
+        until(lambda: len(fake.waiting) == 12)
+        (drawn,) = decoder.withdraw([1])
+        assert (drawn.key, drawn.tokens, drawn.reason) == (1, [2], "abort")
+        fake.waits.set()
+        rest = finish(decoder)
+        assert {key: (row.tokens, row.reason) for key, row in rest.items()} == {
+            key: ([2, 3, 4, 5], "length") for key in range(12) if key != 1
+        }
+        engine.close()
+
+
+def test_rows_that_somebody_else_aborts_go_on(fake, folder):
+    """They were rows of their limits, with the reward of an end; without a token there is nothing to go on from."""
+    with recorded(fake) as (url, _):
+        engine = engine_at(url, folder)
+        fake.waits.clear()
+        decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[12])
+        decoder.add("row", [1, 2], seed=1, limit=4)
+        until(lambda: fake.waiting)
+        fake.aborted.update(fake.waiting)
+        fake.waits.set()
+        assert (finish(decoder)["row"].tokens, fake.waiting) == ([2, 3, 4, 5], [])
+        engine.close()
+
+
+@pytest.mark.parametrize("way", ["update", "replace"])
+def test_rows_are_out_of_the_server_where_its_weights_change_and_begin_anew(fake, folder, tmp_path, way):
+    """SGLang's scheduler ends where it is to flush its cache while requests wait."""
+    with recorded(fake) as (url, asked):
+        engine = engine_at(url, folder)
+        fake.waits.clear()
+        decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[12])
+        for key in range(3):
+            decoder.add(key, [1, 2], seed=key, limit=4)
+        until(lambda: len(fake.waiting) == 3)
+        if way == "update":
+            engine.pause()
+            engine.start()
+            engine.update(tmp_path, ["a"])
+            engine.finish("1")
+        else:
+            engine.replace(folder, "1")
+        assert fake.waiting == [] and "the scheduler ended" not in fake.weights
+        fake.waits.set()
+        assert len(engine.generate([1, 2, 3], count=2, seed=1, temperature=1.0).tokens) == 2
+        engine.resume()
+        found = finish(decoder)
+        engine.close()
+    assert {key: (row.tokens, row.reason, row.versions) for key, row in found.items()} == {
+        key: ([2, 3, 4, 5], "length", [1] * 4) for key in range(3)
+    }
+    assert len([path for path, _ in asked if path == "/generate"]) == 2 * 3 + 1
+
+
+def test_a_probe_that_fails_leaves_the_server_paused(fake, folder):
+    with recorded(fake) as (url, _):
+        engine = engine_at(url, folder)
+        engine.pause()
+        fake.fails = "/generate"
+        with pytest.raises(ValueError, match="generate"):
+            engine.generate([1, 2, 3], count=2, seed=1, temperature=1.0)
+        assert engine.is_paused()
+        engine.close()
 
 
 def test_the_vocabulary_is_the_text_s_where_a_file_describes_several_models(fake, tmp_path):
