@@ -255,7 +255,7 @@ def until(condition):
 
 def test_a_row_that_is_withdrawn_takes_no_other_with_it(fake, folder):
     """Row 1 ended rows 10 and 11, as if they had reached their limits."""
-    with recorded(fake) as (url, _):
+    with recorded(fake) as (url, asked):
         engine = engine_at(url, folder, at_once=16)
         fake.waits.clear()
         decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[12])
@@ -269,6 +269,7 @@ def test_a_row_that_is_withdrawn_takes_no_other_with_it(fake, folder):
         assert {key: (row.tokens, row.reason) for key, row in rest.items()} == {
             key: ([2, 3, 4, 5], "length") for key in range(12) if key != 1
         }
+        assert len([path for path, _ in asked if path == "/generate"]) == 12
         engine.close()
 
 
