@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_bridge.common.terminal import tell
 from rl_bridge.common.user_files import callable_in, the_users_code
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.data.messages import without_keys_of_others
@@ -64,13 +65,16 @@ def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
         assert match is not None
         path, function, split = str(Path(match[1]).resolve()), match[2], match[3]
         source = callable_in(path, function, "data", "function {!r} that reads rows")
-    rows, number = source, 0
+    rows, number, milestone = source, 0, 100_000
     try:
         with the_users_code():
             if callable(source):
                 rows = _called(source, name, split)
             of_table = _is_table(rows)
             for number, row in enumerate(_iterable(rows, name), 1):
+                if number == milestone:
+                    tell(f"{name}: {number:,} rows so far; they are all read before the run begins")
+                    milestone *= 10
                 # A reader may give one dict again and again, changed.
                 row = dict(row) if isinstance(row, Mapping) else row
                 yield f"{name}, row {number}", without_keys_of_others(row) if of_table else row

@@ -211,9 +211,7 @@ def _module(factory: Factory) -> nn.Module:
     """
     name = name_of(factory)
     if isinstance(factory, nn.Module):
-        raise TypeError(
-            f"{type(factory).__name__} is a module that is made already: give its class, which workers make"
-        )
+        raise TypeError(f"{type(factory).__name__} is a module that is made: give its class, which workers make")
     if not callable(factory):
         raise TypeError(f"a model class makes a torch.nn.Module when it is called, got {factory!r:.80}")
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -226,8 +224,10 @@ def _module(factory: Factory) -> nn.Module:
     try:
         with drawing_from(generators()):  # a program that draws goes on as if no model had been made
             module = factory()
-    except (RuntimeError, NotImplementedError) as error:
-        if torch.get_default_device().type != "meta":
+    except (AttributeError, RuntimeError, NotImplementedError) as error:
+        if "Module.__init__()" in str(error):
+            raise TypeError(f"{name}.__init__ begins with super().__init__(): {error}") from error
+        if isinstance(error, AttributeError) or torch.get_default_device().type != "meta":
             raise
         raise ValueError(
             f"{name} cannot be made on the meta device, where an engine makes models before they have values: "

@@ -451,9 +451,9 @@ class Fits:
         if (least := min(tokens)) < 0:
             raise ValueError(f"a token id is at least 0, got {least}")
         if (largest := max(tokens)) >= self.embeddings:
-            token = self.tokenizer.convert_ids_to_tokens(largest)
+            token = f" ({self.tokenizer.convert_ids_to_tokens(largest)!r})" if largest < 2**31 else ""
             raise ValueError(
-                f"the tokenizer gives the id {largest} ({token!r}), and the model has {self.embeddings} embeddings: "
+                f"the tokenizer gives the id {largest}{token}, and the model has {self.embeddings} embeddings: "
                 "the tokenizer is of another model"
             )
         more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""

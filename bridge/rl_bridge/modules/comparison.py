@@ -193,10 +193,14 @@ class ComparisonLoss:
         one, two = ((shape, "float32") for shape in ((1,), (1, 2)))
         kinds = {"desirable": ((1,), "bool"), "rewards": two} | dict.fromkeys(self.statistics, ((), "float32"))
         shapes = {name: jax.ShapeDtypeStruct(*kinds.get(name, one)) for name in (*reads(self.name), *self.statistics)}
+        values = constants_of(self.name) | self.constants
         try:
             jax.eval_shape(functools.partial(getattr(rl_fn, self.name), **self.constants), **shapes)
         except ValueError as error:
             raise ValueError(f"loss {self.name}: {error}") from error
+        weights = {name: value for name, value in values.items() if name.endswith("desirable_weight")}
+        if weights and not any(weights.values()):
+            raise ValueError(f"loss {self.name} has nothing to learn: {' and '.join(weights)} are 0")
 
     def _inputs(self, batch: PairBatch, outputs: torch.Tensor, *, average: bool = False) -> _Inputs:
         counted = batch.counted().to(outputs.dtype)

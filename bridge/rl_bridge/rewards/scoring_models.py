@@ -90,7 +90,7 @@ class Judge:
     concurrency: int = 16
 
     def __post_init__(self) -> None:
-        """Refuse a pattern without just one group, and limits that limit nothing."""
+        """Refuse a pattern without just one group, a template without the completion, and limits that limit nothing."""
         try:
             groups = re.compile(self.score).groups
         except re.error as error:
@@ -112,6 +112,11 @@ class Judge:
             numbers = given(self, "maximum", "temperature", "max_tokens")
             raise ValueError(f"maximum must be > 0, temperature ≥ 0 and max_tokens ≥ 1, got {numbers}")
         self._server()
+        if "completion" not in _FIELD.findall(self.template):
+            raise ValueError(
+                "template must have the text that is judged, {completion} in single braces, beside {prompt} and the "
+                f"columns of the row: got {self.template[:200]!r}"
+            )
 
     @classmethod
     def of_file(cls, path: Path) -> Self:

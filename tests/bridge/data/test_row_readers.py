@@ -6,7 +6,7 @@ import json
 import pytest
 
 from rl_bridge.data.comparisons import read_comparisons
-from rl_bridge.data.row_readers import reader_fingerprint
+from rl_bridge.data.row_readers import reader_fingerprint, rows_of
 from rl_bridge.data.rows import read_rows, supervised_row
 
 ROWS = [{"prompt": f"{n}+1=", "answer": n + 1} for n in range(5)]
@@ -141,3 +141,11 @@ def test_another_reader_has_another_fingerprint(file):
     assert reader_fingerprint(numbered) == reader_fingerprint(numbered) != reader_fingerprint(two)
     assert reader_fingerprint(Reader())["data reader"].startswith("Reader:")
     assert reader_fingerprint(ROWS) == reader_fingerprint("rows.jsonl") == reader_fingerprint(None) == {}
+
+
+def test_a_reader_that_gives_rows_for_long_says_so(capsys):
+    """An endless one filled the memory without a word."""
+    read = rows_of(lambda: ({"prompt": "1"} for _ in range(10**6)))
+    for _ in range(10**5 + 9):
+        place, _ = next(read)
+    assert place.endswith("row 100009") and capsys.readouterr().out.count("100,000 rows so far; they are all read") == 1

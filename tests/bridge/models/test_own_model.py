@@ -105,6 +105,13 @@ def test_a_mask_says_what_the_plan_says():
     ]
 
 
+class Hasty(nn.Module):
+    """A class whose beginning was forgotten."""
+
+    def __init__(self):
+        self.embed = nn.Embedding(TOKENS, 4)
+
+
 class NoForward(nn.Linear):
     forward = nn.Module.forward
 
@@ -157,7 +164,8 @@ class Empty(nn.Module):
             r"Linear is made without arguments, and needs in_features, out_features: give functools",
         ),
         (functools.partial(NoForward, 2, 2), TypeError, r"NoForward lacks forward: .*input_ids, position_ids"),
-        (Bigram(), TypeError, "Bigram is a module that is made already: give its class"),
+        (Bigram(), TypeError, "Bigram is a module that is made: give its class"),
+        (Hasty, TypeError, r"Hasty\.__init__ begins with super\(\)\.__init__\(\): cannot assign module before"),
         (ByOtherNames, TypeError, r"ByOtherNames\.forward lacks input_ids, attention_mask: a model of your own has"),
         (Hidden, ValueError, r"Hidden\.forward returns logits, a tensor \[N, T, V\], got tuple"),
         (Last, ValueError, rf"Last\.forward .*: for ids \[1, 2\] it gave float32 \[1, {TOKENS}\]"),

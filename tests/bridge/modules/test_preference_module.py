@@ -185,6 +185,17 @@ def test_a_loss_that_is_not_finite_changes_no_weight(module, name, value):
     assert all(torch.equal(a, b) for a, b in zip(before, module.model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("good, bad", [(0.0, 0.0), (0, 0), (0.0, 1.0), (2.0, 0.0)])
+def test_kto_learns_from_one_kind_of_responses_at_least(good, bad):
+    """Both weights of 0 trained nothing, and exported the model that it began with."""
+    constants = {"desirable_weight": good, "undesirable_weight": bad}
+    if good or bad:
+        assert ComparisonLoss(name="kto", constants=constants).constants == constants
+    else:
+        with pytest.raises(ValueError, match="kto has nothing to learn: desirable_weight and undesirable_weight are 0"):
+            ComparisonLoss(name="kto", constants=constants)
+
+
 def test_what_cannot_be_is_refused(module):
     with pytest.raises(ValueError, match="no loss of comparisons 'ppo'"):
         ComparisonLoss(name="ppo", constants={})

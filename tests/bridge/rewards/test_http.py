@@ -195,7 +195,16 @@ def test_a_template_that_reads_a_column_that_no_row_has():
     with pytest.raises(
         RewardError, match=r"row 1 failed: the judge's template reads \{solution\}, and the row has \['_where', 'a"
     ):
-        values(load(judge("http://127.0.0.1:9", template="{prompt} {solution}")), "a")
+        values(load(judge("http://127.0.0.1:9", template="{completion} {solution}")), "a")
+
+
+@pytest.mark.parametrize(
+    "template", ["rate this", "{prompt}", "{{ prompt }} {{ completion }}", "{} {}", "{Completion}", "completion"]
+)
+def test_a_template_without_the_completion_judges_nothing(template):
+    """The policy would be trained on what the judge says of the prompt."""
+    with pytest.raises(ValueError, match=r"^template must have the text that is judged, \{completion\} in"):
+        judge("http://127.0.0.1:9", template=template)
 
 
 def test_several_requests_wait_at_a_time():
@@ -215,11 +224,23 @@ def test_several_requests_wait_at_a_time():
     [
         ("url = ", r"style\.toml is not TOML"),
         ("url = 'http://a'\nmodle = 'x'", r"unknown fields \['modle'\], missing fields \['model', 'template'\]"),
-        ("url = 'a'\nmodel = 'x'\ntemplate = ''", r"style\.toml: a server's url begins with http:// or https://"),
+        (
+            "url = 'a'\nmodel = 'x'\ntemplate = ''",
+            r"style\.toml: a server's url begins with http:// or https://",
+        ),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = '('", "score is not a regular expression"),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = 'a'", "score must have one group, the number, got 'a'"),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 0", "maximum must be > 0, .* got maximum=0"),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 'x'", "maximum must be a number, got 'x'"),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nscore = 'a'",
+            "score must have one group, the number, got 'a'",
+        ),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 0",
+            "maximum must be > 0, .* got maximum=0",
+        ),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmaximum = 'x'",
+            "maximum must be a number, got 'x'",
+        ),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmissing = nan", "missing must be finite, got nan"),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nwait = nan", "wait ≥ 0"),
         (
@@ -230,15 +251,21 @@ def test_several_requests_wait_at_a_time():
             "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nmax_tokens = 2.5",
             "max_tokens must be a whole number, got 2.5",
         ),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = nan", "retries and concurrency must be whole"),
-        ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nconcurrency = 2.5", "retries and concurrency must be whole"),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = nan",
+            "retries and concurrency must be whole",
+        ),
+        (
+            "url = 'http://a'\nmodel = 'x'\ntemplate = ''\nconcurrency = 2.5",
+            "retries and concurrency must be whole",
+        ),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\ntimeout = 'x'", r"style\.toml: "),
         ("url = 'http://a'\nmodel = 'x'\ntemplate = ''\nretries = -1", "retries ≥ 0"),
     ],
 )
 def test_a_judge_file_that_cannot_serve(tmp_path, text, message):
     file = tmp_path / "style.toml"
-    file.write_text(text, encoding="utf-8")
+    file.write_text(text.replace("template = ''", "template = '{completion}'"), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         load(f"judge:{file}")
     with pytest.raises(FileNotFoundError, match=r"no such judge file: .*absent\.toml"):
@@ -250,7 +277,7 @@ LEAST = {"max_tokens": 1, "maximum": 5e-324, "temperature": 0, "retries": 0, "co
 
 @pytest.mark.parametrize(("name", "least"), LEAST.items(), ids=LEAST)
 def test_the_least_limits_of_a_judge_are_taken_and_what_is_below_refused(name, least):
-    words = {"url": "http://a", "model": "x", "template": ""}
+    words = {"url": "http://a", "model": "x", "template": "{completion}"}
     assert getattr(Judge(**words, **{name: least}), name) == least
     with pytest.raises(ValueError, match=name):
         Judge(**words, **{name: least - 1})

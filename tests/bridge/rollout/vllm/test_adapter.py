@@ -123,7 +123,7 @@ def test_an_adapter_that_the_engine_draws_without_is_found(world, monkeypatch, l
     """The engine has the version, and draws without its adapter. An engine that goes back is not believed either."""
     policy, engine, worker, _ = world
     before = engine.weights_version
-    adopt = worker.client.adopt
+    adopt = worker.client._load_adapter
 
     def adopted(folder, version):
         if lost == "every adapter" or version != str(before):
@@ -133,7 +133,7 @@ def test_an_adapter_that_the_engine_draws_without_is_found(world, monkeypatch, l
 
     policy.advance_adapter()
     with monkeypatch.context() as patch:
-        patch.setattr(worker.client, "adopt", adopted)
+        patch.setattr(worker.client, "_load_adapter", adopted)
         with pytest.raises(WeightSyncError, match=r"step 'compare what the engine holds': .*lora_A.* are not"):
             policy.sync_weights(engine)
     if lost == "the new adapter":
