@@ -125,7 +125,8 @@ class Space:
 _RANGE = re.compile(r"((?:log:|int:)*)([^.,]+(?:\.[^.,]+)?)\.\.(.+)")
 _NUMBER = r"([-+]?[\d.]*\d(?:e[-+]?\d+)?)"
 _RANGE_ELSEWHERE = re.compile(
-    rf"(?:log:|int:)*(?:\w*uniform)?(?:[(\[] *{_NUMBER} *, *{_NUMBER} *[)\]]|{_NUMBER} *(?:-|:|to|\.{{3,}}) *{_NUMBER})",
+    r"(?:log:|int:)*(?:\w*uniform)?"
+    rf"(?:[(\[] *{_NUMBER} *, *{_NUMBER} *[)\]]|{_NUMBER} *(?:-|:|to|\.{{3,}}) *{_NUMBER})",
     re.IGNORECASE,
 )
 """Two numbers as other programs write a range."""
