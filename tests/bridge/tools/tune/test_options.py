@@ -212,7 +212,8 @@ def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(seed
     """Each run would refuse the seed, and the study would be one of failed trials."""
     with pytest.raises(SystemExit, match="2"):
         run(["policy", "--space.policy.steps", "1..3", "--first-seed", seed, "--output", str(tmp_path / "runs")])
-    assert "seed" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    said = capsys.readouterr().err
+    assert "seed" in said and "all options: rl-fn train policy --help-all" in said and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("words", [[], ["--space.steps", "1..3", "sft"]], ids=["nothing", "a trainer behind options"])
