@@ -78,10 +78,11 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
     default = default(words) if callable(default) and not isinstance(default, type) else default
     # Help stands in docstrings: without the last, tyro reads the source of every class for comments, at every start.
     config = (tyro.conf.CascadeSubcommandArgs, tyro.conf.HelptextFromCommentsOff)
-    settings: Any = {"args": ["--help"] if HELP_ALL in words else list(words), "prog": prog, "config": config}
+    options = options_of(default)
+    words = [options.recipe_dashed(word) for word in words]
+    settings: Any = {"args": ["--help"] if HELP_ALL in words else words, "prog": prog, "config": config}
     if not isinstance(default, type):
         settings["default"] = default
-    options = options_of(default)
 
     def refuse(event: Any) -> None:
         """Say what tyro would say in a box, of a value of another type aside: its box has the option's help."""
@@ -98,7 +99,7 @@ def parse(default: Any, words: Sequence[str], *, prog: str) -> Any:
             return tyro.cli(default if isinstance(default, type) else type(default), **settings)
     except SystemExit as left:
         if left.code not in (None, 0):
-            say(f"all options: {prog} {HELP_ALL}", error=True)
+            say(f"all options: rl-fn train {prog.rpartition(' ')[2]} {HELP_ALL}", error=True)
         raise
 
 
@@ -358,6 +359,11 @@ class TrainerOptions:
             if owners:
                 return holder, owners
         return None
+
+    def recipe_dashed(self, word: str) -> str:
+        """A recipe's word as tyro has it; every other word as it is."""
+        holder, _, recipe = dashed(word).partition(":")
+        return dashed(word) if recipe in self.recipes.get(holder, {}) else word
 
     def require(self, name: str) -> None:
         """Refuse a name that is no option.

@@ -52,6 +52,20 @@ def _numbers(value: Any, name: str, kind: type) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def require_name(name: str, output: Path) -> None:
+    """Refuse a name of a folder in ``output`` that is a path, hidden, or cannot be read.
+
+    Raises:
+        ValueError: with both.
+    """
+    plain = name == name.strip() and name.isprintable() and not name.startswith(".")
+    if not plain or re.fullmatch(r"[^/\\]{1,200}", name) is None:
+        raise ValueError(
+            f"name is that of a folder in {output}, not a path and not hidden, of characters that can be printed and "
+            f"without spaces at its ends, got {name!r}"
+        )
+
+
 def require_used(options: Any, names: Sequence[str], without: str, *, part: str = "", begun: Any = None) -> None:
     """Refuse options that nothing would read, unless they have their default values, or those of ``begun``.
 
@@ -132,12 +146,7 @@ class RunOptions:
         """Refuse numbers that are none, a name that leaves ``output``, counts below 1, and unknown trackers."""
         check_options(self)
         require_finite(self)
-        plain = self.name == self.name.strip() and self.name.isprintable() and not self.name.startswith(".")
-        if not plain or re.fullmatch(r"[^/\\]{1,200}", self.name) is None:
-            raise ValueError(
-                f"name is that of a folder in {self.output}, not a path and not hidden, of characters that can be "
-                f"printed and without spaces at its ends, got {self.name!r}"
-            )
+        require_name(self.name, self.output)
         for option in ("checkpoint_every", "keep_checkpoints", "stop_after_skips"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}")

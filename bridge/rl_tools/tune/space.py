@@ -123,6 +123,13 @@ class Space:
 
 
 _RANGE = re.compile(r"((?:log:|int:)*)([^.,]+(?:\.[^.,]+)?)\.\.(.+)")
+_NUMBER = r"([-+]?[\d.]*\d(?:e[-+]?\d+)?)"
+_RANGE_ELSEWHERE = re.compile(
+    r"(?:log:|int:)*(?:\w*uniform)?"
+    rf"(?:[(\[] *{_NUMBER} *, *{_NUMBER} *[)\]]|{_NUMBER} *(?:-|:|to|\.{{3,}}) *{_NUMBER})",
+    re.IGNORECASE,
+)
+"""Two numbers as other programs write a range."""
 
 
 def parse_domain(text: str, *, whole: bool = False) -> Interval | Choice:
@@ -138,6 +145,9 @@ def parse_domain(text: str, *, whole: bool = False) -> Interval | Choice:
     Raises:
         ValueError: neither a range nor a choice.
     """
+    if other := _RANGE_ELSEWHERE.fullmatch(text):
+        low, high = filter(None, other.groups())
+        raise ValueError(f"{text!r} is no range: {low}..{high} is one, and {low},{high} a choice")
     match = _RANGE.fullmatch(text)
     if match is None:
         if ".." in text or text.startswith(("log:", "int:")):

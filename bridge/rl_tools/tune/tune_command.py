@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.common.terminal import remark, say
-from rl_bridge.run.options import in_vain
+from rl_bridge.run.options import in_vain, require_name
 from rl_tools.trainers import TrainerOptions, dashed, options_of
 from rl_tools.tune.contents import contents, differences_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
@@ -119,6 +119,7 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         if word.startswith("--"):
             _require_fixed(word, options)
     prog = f"rl-fn tune {trainer}"
+    require_name(arguments.name, arguments.output)
     _require_used(arguments, command_line)
     goals, space, example = _goals(arguments, trainer, domains), None, fixed
     if arguments.space is not None:

@@ -106,6 +106,14 @@ def test_every_option_of_a_config_is_one_of_the_command_line(trainer: str):
     assert set(leaves(config)) <= options.kinds.keys() | options.of_recipes.keys()
 
 
+@pytest.mark.parametrize("algorithm", sorted(name for name in ALGORITHMS if "_" in name))
+def test_a_recipe_s_name_with_underscores_is_one_behind_an_option_of_several_values(algorithm: str):
+    needed = {"decoupled_ppo": ["--policy.recompute-old-logprobs"], "on_policy_distillation": ["--teacher", "a/b"]}
+    words = [*needed.get(algorithm, []), "--reward", "own.py:f", f"objective:{algorithm}"]
+    config = parse(policy, words, prog="rl-fn train policy")
+    assert config.objective.algorithm == algorithm and config.reward == ("own.py:f",)
+
+
 def test_files_lie_over_one_another_and_options_over_files(tmp_path):
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
     first.write_text('trainer = "policy"\npacking = true\n[policy]\nsteps = 3\nprompts_per_step = 5\n')

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.run.options import RunOptions
 from rl_tools import trainers
 from rl_tools.cli import main
 from rl_tools.trainers import options_of
@@ -153,6 +154,7 @@ FALSE_SETTINGS = {
     "--space.policy.steps+held-out 1+4,2+8": "--policy.steps is searched twice",
     "--space.seed 1..3": "--seed is the study's own",
 }
+NO_FOLDERS = ("", ".", "..", "a/b", "../a", ".hidden", " ", "a ", "a\u202eb", "a\\b", "a" * 201)
 WITHOUT_EFFECT = {
     "--grid-points 4": "with --sampler random",
     "--sampler tpe --grid-points 4": "with --sampler tpe",
@@ -176,6 +178,19 @@ def test_a_setting_of_the_study_that_cannot_be_is_refused_before_a_folder_is_mad
     assert FALSE_SETTINGS[words] in str(refused.value) and not (tmp_path / "runs").exists()
 
 
+def study_named(name, output):
+    run(["policy", "--space.policy.steps", "1..3", "--name", name, "--output", str(output)])
+
+
+@pytest.mark.parametrize("name", NO_FOLDERS)
+@pytest.mark.parametrize("function", [RunOptions, study_named])
+def test_a_name_that_is_no_folder_in_the_output_is_refused(name, function, tmp_path):
+    with pytest.raises(ValueError) as refused:
+        function(name=name, output=tmp_path / "runs")
+    assert str(refused.value).startswith(f"name is that of a folder in {tmp_path / 'runs'}, not a path and not hidden")
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize("words", WITHOUT_EFFECT)
 def test_a_setting_of_the_study_that_nothing_reads_is_refused(words, tmp_path):
     option, value = words.split()[-2:]
@@ -197,7 +212,8 @@ def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(seed
     """Each run would refuse the seed, and the study would be one of failed trials."""
     with pytest.raises(SystemExit, match="2"):
         run(["policy", "--space.policy.steps", "1..3", "--first-seed", seed, "--output", str(tmp_path / "runs")])
-    assert "seed" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    said = capsys.readouterr().err
+    assert "seed" in said and "all options: rl-fn train policy --help-all" in said and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("words", [[], ["--space.steps", "1..3", "sft"]], ids=["nothing", "a trainer behind options"])

@@ -1,5 +1,7 @@
 """What can be searched, and how it is written."""
 
+import re
+
 import pytest
 
 from rl_tools.tune.space import Choice, Interval, Parameter, Space, parse_domain
@@ -21,6 +23,8 @@ WRITTEN = {
     "-1..1": Interval(-1, 1),
     "4,8,16": Choice(("4", "8", "16")),
     "gspo,dapo": Choice(("gspo", "dapo")),
+    "1-2,3-4": Choice(("1-2", "3-4")),
+    "-1,1": Choice(("-1", "1")),
 }
 REFUSED = {
     "1..1": "a range goes from a number to a larger one, got 1..1",
@@ -46,6 +50,30 @@ def test_domains(text, domain):
 def test_what_is_no_domain(text, message):
     with pytest.raises(ValueError, match=message):
         parse_domain(text)
+
+
+OTHERWISE = (
+    "{}...{}",
+    "log:{}...{}",
+    "{}....{}",
+    "uniform({},{})",
+    "LogUniform({}, {})",
+    "[{},{}]",
+    "({}, {})",
+    "{}-{}",
+)
+OTHERWISE += ("{}:{}", "{} to {}")
+
+
+@pytest.mark.parametrize("form", OTHERWISE)
+@pytest.mark.parametrize("ends", [("1e-5", "1e-3"), ("0.5", "1.5"), ("1", "8"), ("-1", "1"), ("2", "1E1")])
+def test_a_range_as_other_programs_write_it_is_refused_with_the_range_that_it_is(form, ends):
+    low, high = ends
+    with pytest.raises(ValueError, match=r"is no range: ") as refused:
+        parse_domain(form.format(*ends))
+    ours = re.search(r"is no range: (\S+) is one, and (\S+) a choice", str(refused.value))
+    assert ours is not None and parse_domain(ours[1]) == Interval(float(low), float(high))
+    assert parse_domain(ours[2]) == Choice(ends)
 
 
 @pytest.mark.parametrize("domain", WRITTEN.values(), ids=list(WRITTEN))
