@@ -193,7 +193,7 @@ class ComparisonLoss:
         one, two = ((shape, "float32") for shape in ((1,), (1, 2)))
         kinds = {"desirable": ((1,), "bool"), "rewards": two} | dict.fromkeys(self.statistics, ((), "float32"))
         shapes = {name: jax.ShapeDtypeStruct(*kinds.get(name, one)) for name in (*reads(self.name), *self.statistics)}
-        values = constants_of(self.name) | self.constants
+        values = {**constants_of(self.name), **self.constants}
         try:
             jax.eval_shape(functools.partial(getattr(rl_fn, self.name), **self.constants), **shapes)
         except ValueError as error:
