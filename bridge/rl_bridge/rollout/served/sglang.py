@@ -156,6 +156,9 @@ class SGLangServer:
         with self._news:
             self._waits = True
             self._aside |= self._drawing
+        if self._paused and self._drawing:  # paused in place, the server ends no request
+            self._command("continue_generation", {"torch_empty_cache": False})
+            self._paused = False
         while left := sorted(self._drawing):
             self.abort(left)  # again and again: a request that is on its way cannot be aborted yet
             with self._news:

@@ -70,14 +70,14 @@ class Fake:
     """Replies with the keys of 0.5.23's tokenizer manager; draws the prompt's length, then counts.
 
     A stop token is cut off the tokens of a reply unless the request asks for the whole of it. An id aborts all requests
-    that begin so, and a flush of the cache ends the server while a request waits.
+    that begin so, and a flush of the cache ends the server while a request waits. Paused in place it replies to nobody.
     """
 
     def __init__(self):
         self.version, self.fails, self.weights, self.waits = "default", "", [], threading.Event()
         self.status = 400
         self.waits.set()
-        self.aborted, self.waiting = set(), []
+        self.aborted, self.waiting, self.still = set(), [], False
 
     def __call__(self, path, payload):
         if path == "/model_info":
@@ -90,13 +90,16 @@ class Fake:
             rid = payload["rid"]
             self.aborted = {start for start in self.aborted if not rid.startswith(start)}
             self.waiting.append(rid)
-            while not self.waits.wait(0.01) and not rid.startswith(tuple(self.aborted)):
-                pass
+            runs = (lambda: True) if "probe" in rid else self.waits.is_set
+            while self.still or not (runs() or rid.startswith(tuple(self.aborted))):
+                time.sleep(0.01)
             self.waiting.remove(rid)
             return 200, self.drawn(payload)
         if path == "/abort_request":
             self.aborted.add(payload["rid"])
             return 200, b""
+        if path in ("/pause_generation", "/continue_generation"):
+            self.still = payload.get("mode") == "in_place"
         if payload.get("flush_cache") and self.waiting:
             self.weights.append("the scheduler ended")
             return 500, b"flush_cache failed"
@@ -314,6 +317,32 @@ def test_rows_are_out_of_the_server_where_its_weights_change_and_begin_anew(fake
         key: ([2, 3, 4, 5], "length", [1] * 4) for key in range(3)
     }
     assert len([path for path, _ in asked if path == "/generate"]) == 2 * 3 + 1
+
+
+@pytest.mark.parametrize("way", ["replace", "close", "another update"])
+def test_rows_beside_a_probe_without_proof_leave_a_server_that_is_paused(fake, folder, way):
+    """A server that is paused in place ends no row: it was waited for until its time was over."""
+    with recorded(fake) as (url, _):
+        engine = engine_at(url, folder)
+        engine.pause()
+        decoder = ServedDecoder(engine, SamplingParams(max_new_tokens=9), stop=[12])
+        decoder.add("row", [1, 2], seed=1, limit=4)
+        fake.waits.clear()
+        engine.server.resume()  # for a probe, beside which the row begins
+        until(lambda: fake.waiting)
+        engine.server.pause(clear=False)
+        if way == "replace":
+            engine.replace(folder, "1")
+        elif way == "another update":
+            engine.pause()
+        else:
+            engine.close()
+        assert fake.waiting == []
+        if way != "close":
+            fake.waits.set()
+            engine.resume()
+            assert finish(decoder)["row"].tokens == [2, 3, 4, 5]
+            engine.close()
 
 
 def test_a_probe_that_fails_leaves_the_server_paused(fake, folder):
