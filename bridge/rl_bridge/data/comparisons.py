@@ -11,7 +11,7 @@ from rl_bridge.common.terminal import remark
 from rl_bridge.data.census import SourceCensus
 from rl_bridge.data.messages import Chat, in_one_form, messages_of_field, read_json, shortened
 from rl_bridge.data.row_readers import RowSource, name_of
-from rl_bridge.data.rows import behind_prompt, missing, read_rows
+from rl_bridge.data.rows import PROMPTS, behind_prompt, lacking, missing, read_rows
 from rl_bridge.data.token_batch import TokenBatch, collate, packed_rows, padded_rows
 from rl_bridge.data.trajectory import Message, Prompt, Trajectory
 
@@ -120,17 +120,19 @@ def _kind(row: Mapping[str, Any]) -> Kind:
     # A table with columns of several forms has nothing in those that a row does not use.
     begun: list[Kind] = [kind for kind, names in FIELDS.items() if any(not missing(row, name) for name in names)]
     if len(begun) != 1:
-        forms = ", or ".join(" and ".join(names) for names in FIELDS.values())
-        fields = sorted(str(name) for name in row if not missing(row, name))
-        raise ValueError(f"expected {forms} (best first); the row has {fields}")
+        forms = ", or ".join(" and ".join(names) for names in FIELDS.values()) + " (best first)"
+        fields = [] if begun else [name for names in FIELDS.values() for name in names]
+        raise lacking(row, fields, f"expected {forms}", f"expected {forms}", {k: 0 for k in row if not missing(row, k)})
     for name in FIELDS[begun[0]]:
         if missing(row, name):
-            raise ValueError(f"field {name!r} is missing or empty")
+            raise lacking(row, (name,), "a row needs it", f"field {name!r} is missing")
     return begun[0]
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
-    fields = [name for name in ("prompt", "messages") if not missing(row, name)]
+    fields = [name for name in PROMPTS if not missing(row, name)]
+    if not fields and not row.keys().isdisjoint(PROMPTS):
+        raise lacking(row, PROMPTS, "a row needs a prompt", "")
     if len(fields) != 1:
         raise ValueError(f"expected one of prompt and messages; the row has {' and '.join(fields) or 'neither'}")
     value = row[fields[0]]

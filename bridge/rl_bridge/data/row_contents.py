@@ -16,9 +16,46 @@ class Unreadable(NamedTuple):
     reason: str
 
 
+class _TwiceError(ValueError):
+    """A key that an object of JSON has twice: Python keeps the last value in silence."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _TwiceError(f"the key {twice!r} is there twice, so that one of its values would be lost")
+    return value
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+"""Made once: ``json.loads`` makes one for each row."""
+
+
+def _loaded(content: bytes) -> Any:
+    return _DECODER.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
+
+
+def _twice_in(value: Any) -> Unreadable | None:
+    """The first object with a key twice, of those that ``_marked`` has made."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value if isinstance(value, Unreadable) else next(filter(None, map(_twice_in, inside)), None)
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> Any:
+    try:
+        return _object(pairs)
+    except _TwiceError as error:
+        return Unreadable(str(error))
+
+
 def _json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        rows = json.loads(path.read_bytes())
+        rows = _loaded(path.read_bytes())
+    except _TwiceError:  # which of the rows, is asked in this case alone
+        rows = json.loads(path.read_bytes(), object_pairs_hook=_marked)
+        rows = [_twice_in(row) or row for row in rows] if isinstance(rows, list) else rows
     except RecursionError:
         raise ValueError(f"{path}: not a list of rows: it is nested too deep to be read") from None
     except ValueError as error:
@@ -35,7 +72,9 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    yield number, _loaded(line)
+                except _TwiceError as error:
+                    yield number, Unreadable(str(error))
                 except RecursionError:
                     yield number, Unreadable("nested too deep to be read")
                 except ValueError as error:
@@ -94,4 +133,20 @@ def _arrow_rows(path: Path, reader: Any) -> list[Any]:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]}: {error}") from error
 
 
-READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+_READERS = {".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+
+
+def rows_in(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file, each with its number from 1; the suffix says how it is read.
+
+    Raises:
+        ValueError: with the file, and the row where there is one.
+    """
+    with path.open("rb") as content:
+        begin = content.read(512).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if begin.startswith((b"<!doctype html", b"<html")):
+        raise ValueError(
+            f"{path} is a page of HTML and not {path.suffix[1:]}: a link to a file's page, or one that asks to log in, "
+            "was saved; save the file itself (of the hub: its link has /resolve/ in place of /blob/)"
+        )
+    yield from _READERS[path.suffix.lower()](path)

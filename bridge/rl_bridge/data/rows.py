@@ -22,7 +22,7 @@ from rl_bridge.data.messages import (
     tools_of,
     without_keys_of_others,
 )
-from rl_bridge.data.row_contents import READERS, Unreadable
+from rl_bridge.data.row_contents import Unreadable, rows_in
 from rl_bridge.data.row_files import SUFFIXES, files_of, split_of
 from rl_bridge.data.row_readers import RowSource, is_file_of_reader, name_of, rows_of
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, UnreadColumns
@@ -46,7 +46,7 @@ def policy_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     row = _with_tools(in_one_form(row, PROMPTS))
     if missing(row, "prompt") and missing(row, "messages"):
-        raise ValueError(f"field 'prompt' is missing or empty; the row has {sorted(map(str, row))}")
+        raise lacking(row, PROMPTS, "a row to sample from needs a prompt", "field 'prompt' is missing")
     if not missing(row, "prompt"):
         prompt = _prompt(row["prompt"])
         _require_one_prompt(row, prompt)
@@ -105,10 +105,8 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
     field = response_field(row)
     if not missing(row, "prompt") and (field is not None or missing(row, "messages")):
         if field is None:
-            if empty := [name for name in RESPONSES if row.get(name) is not None]:
-                raise ValueError(f"{empty[0]} is empty: there is nothing to learn")
             names = ", ".join(map(repr, RESPONSES))
-            raise ValueError(f"a row with 'prompt' needs one of {names}; it has {sorted(map(str, row))}")
+            raise lacking(row, RESPONSES, "there is nothing to learn", f"a row with 'prompt' needs one of {names}")
         prompt = _prompt(row["prompt"])
         behind = _require_one_prompt(row, prompt)
         response = _response(row[field], field)
@@ -118,7 +116,8 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
             )
         return {**row, "prompt": prompt, field: response}
     if missing(row, "messages"):
-        raise ValueError(f"expected 'messages', or 'prompt' and a response; the row has {sorted(map(str, row))}")
+        needed = "'messages', or 'prompt' and a response"
+        raise lacking(row, PROMPTS, f"a row needs {needed}", f"expected {needed}")
     messages = messages_of_field(row["messages"], "messages")
     if not missing(row, "prompt"):
         _require_one_prompt(row, _prompt(row["prompt"]))
@@ -147,6 +146,21 @@ def missing(row: Mapping[str, Any], field: str) -> bool:
     """Whether the field is absent or says nothing: None, "" or []. Zero and False say something."""
     value = row.get(field)
     return value is None or (isinstance(value, str | list | tuple) and not value)
+
+
+def lacking(
+    row: Mapping[str, Any], fields: Sequence[str], needed: str, otherwise: str, read: Mapping[str, Any] | None = None
+) -> ValueError:
+    """The error that none of the fields says anything: with what is there, or ``otherwise`` with the row's columns."""
+    kinds = {str: "empty text", type(None): "null"}
+    nothing = [
+        f"{name!r} is {kinds.get(type(row[name]), 'an empty list')}"
+        for name in fields
+        if name in row and missing(row, name)
+    ]
+    if nothing:
+        return ValueError(f"{' and '.join(nothing)}: {needed}")
+    return ValueError(f"{otherwise}; the row has {sorted(map(str, row if read is None else read))}")
 
 
 def _with_tools(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,7 +337,7 @@ def _checked(row: Any, fields: Sequence[str], check: Callable[[Mapping[str, Any]
     checked = check(row)
     for field in fields:
         if missing(checked, field):
-            raise ValueError(f"field {field!r} is missing or empty; the row has {sorted(map(str, row))}")
+            raise lacking(checked, (field,), "a row needs it", f"field {field!r} is missing", row)
     return checked
 
 
@@ -338,9 +352,7 @@ def _numbered(source: RowSource, census: SourceCensus) -> Iterator[tuple[str, An
         yield from ((f"{source}, row {number}", without_keys_of_others(row)) for number, row in rows)
         return
     census.files = len(files.paths)
-    places = (
-        (f"{file}, row {number}", row) for file in files.paths for number, row in READERS[file.suffix.lower()](file)
-    )
+    places = ((f"{file}, row {number}", row) for file in files.paths for number, row in rows_in(file))
     yield from places if files.part is None else _part(source, files.part, list(places))
 
 

@@ -24,7 +24,7 @@ PAIRS = {
     "arrow": ({"prompt": "2+2=", "chosen": "4", "rejected": "5", "completion": None}, "2+2=", ("4", "5")),
 }
 BAD = {
-    "field 'rejected' is missing or empty": {"prompt": "2", "chosen": "4", "rejected": ""},
+    "'rejected' is empty text": {"prompt": "2", "chosen": "4", "rejected": ""},
     "expected chosen and rejected, or completion and label": {"prompt": "2", "answer": "4"},
     r"the row has \['chosen', 'completion', 'prompt'\]": {"prompt": "2", "chosen": "4", "completion": "4"},
     "expected one of prompt and messages; the row has neither": {"chosen": "4", "rejected": "5"},

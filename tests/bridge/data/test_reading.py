@@ -101,11 +101,26 @@ BAD = {
     "missing field": (
         "rows.jsonl",
         f'{GOOD}\n{{"prompt": "a"}}',
-        "row 2: field 'answer' is missing or empty",
+        r"row 2: field 'answer' is missing; the row has \['prompt'\]",
     ),
-    "empty field": ("rows.jsonl", '{"prompt": "", "answer": "2"}', "row 1: field 'prompt' is missing or empty"),
-    "null field": ("rows.jsonl", '{"prompt": "a", "answer": null}', "row 1: field 'answer' is missing or empty"),
-    "no messages": ("rows.jsonl", '{"prompt": [], "answer": "2"}', "row 1: field 'prompt' is missing or empty"),
+    "empty field": ("rows.jsonl", '{"prompt": "", "answer": "2"}', "row 1: 'prompt' is empty text"),
+    "null field": ("rows.jsonl", '{"prompt": "a", "answer": null}', "row 1: 'answer' is null"),
+    "no messages": ("rows.jsonl", '{"prompt": [], "answer": "2"}', "row 1: 'prompt' is an empty list"),
+    "a key twice": (
+        "rows.jsonl",
+        f'{GOOD}\n{{"prompt": "a", "answer": "2", "prompt": "b"}}',
+        "row 2: the key 'prompt' is there twice",
+    ),
+    "a key twice in a message": (
+        "rows.jsonl",
+        f'{GOOD}\n{GOOD}\n{{"prompt": [{{"role": "user", "role": "user", "content": "a"}}], "answer": "2"}}',
+        "row 3: the key 'role' is there twice",
+    ),
+    "a key twice in json": (
+        "rows.json",
+        f'[{GOOD}, {GOOD}, {{"prompt": "a", "prompt": "b", "answer": "2"}}]',
+        "row 3: the key 'prompt' is there twice",
+    ),
     "not an object": (
         "rows.jsonl",
         f"{GOOD}\n[1, 2]",
@@ -128,7 +143,7 @@ BAD = {
     "csv without a field": (
         "rows.csv",
         "prompt,solution\na,b",
-        "row 1: field 'answer' is missing or empty; the row has",
+        "row 1: field 'answer' is missing; the row has",
     ),
     "empty jsonl": ("rows.jsonl", "\n", "has no rows"),
     "empty json": ("rows.json", "[]", "has no rows"),
@@ -157,6 +172,15 @@ def test_a_bad_input_is_named_with_file_and_row(tmp_path, case):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("begin", ["<!DOCTYPE html>\n<html>", "\n  <!doctype HTML>", "\ufeff<html lang='en'>"])
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.csv", "rows.parquet", "rows.arrow"])
+def test_a_page_of_html_is_named_as_that_whatever_the_file_is_called(name, begin, tmp_path):
+    (tmp_path / name).write_text(f"{begin}<head><title>Sign in</title></head><body>a,b</body></html>\n", "utf-8")
+    with pytest.raises(ValueError, match="is a page of HTML") as refused:
+        read_rows(str(tmp_path / name))
+    assert str(refused.value).startswith(str(tmp_path / name)) and "resolve" in str(refused.value)
+
+
 def test_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such file: .*absent\.jsonl"):
         read_rows(str(tmp_path / "absent.jsonl"))
@@ -164,7 +188,7 @@ def test_a_missing_file(tmp_path):
 
 def test_a_row_of_a_saved_dataset_is_checked_too(tmp_path):
     write_saved_dataset(tmp_path / "saved", [*ROWS, {"prompt": "a", "answer": ""}])
-    with pytest.raises(ValueError, match="saved, row 7: field 'answer' is missing or empty"):
+    with pytest.raises(ValueError, match="saved, row 7: 'answer' is empty text"):
         read_rows(str(tmp_path / "saved"), fields=("prompt", "answer"))
 
 
@@ -254,7 +278,7 @@ def test_many_bad_rows_are_named_up_to_five_and_counted(tmp_path):
     with pytest.raises(ValueError) as raised:
         read_rows(str(path))
     message = str(raised.value)
-    assert f"{path}, row 2: not valid JSON" in message and f"{path}, row 6: field 'prompt' is missing" in message
+    assert f"{path}, row 2: not valid JSON" in message and f"{path}, row 6: 'prompt' is empty text" in message
     assert "row 7" not in message and message.endswith("; and 4 more bad rows of 11") and "\n" not in message
 
 

@@ -111,7 +111,7 @@ def refused(row):
         (two, TypeError, "two needs first, second: a reader takes no argument, or the name of a split"),
         (lambda: ROWS[0], TypeError, "gives dict: a reader yields"),
         (lambda: refused(["1+1="]), ValueError, r"<lambda>, row 3: expected an object with fields prompt, got list"),
-        (refused({"answer": 1}), ValueError, "the rows, row 3: field 'prompt' is missing or empty"),
+        (refused({"answer": 1}), ValueError, "the rows, row 3: field 'prompt' is missing"),
         (3, TypeError, "the rows gives int"),
         ([], ValueError, "the rows has no rows"),
     ],

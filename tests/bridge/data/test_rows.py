@@ -6,6 +6,7 @@ import pandas
 import pytest
 
 from rl_bridge.common.terminal import remarks
+from rl_bridge.data.comparisons import comparison_of
 from rl_bridge.data.messages import in_one_form, tools_of
 from rl_bridge.data.rows import RESPONSES, answered_row, policy_row, read_rows, refuse, supervised_row
 from rl_bridge.models.encoding import conversation_of, encode_row
@@ -137,7 +138,10 @@ def test_the_messages_of_a_row_to_sample_from_are_its_prompt():
     ("row", "message"),
     [
         ({"text": "a"}, "expected 'messages', or 'prompt' and a response; the row has ['text']"),
-        ({"prompt": "a", "text": "b"}, "a row with 'prompt' needs one of 'response', 'completion', 'answer'; it has"),
+        (
+            {"prompt": "a", "text": "b"},
+            "a row with 'prompt' needs one of 'response', 'completion', 'answer'; the row has",
+        ),
         ({"prompt": "2+2?", "messages": [USER, REPLY]}, "the messages do not hold the prompt; give one"),
         ({"prompt": "1+1?", "messages": [USER]}, "messages has none of the assistant, so there is nothing to learn"),
         ({"messages": [USER]}, "messages has none of the assistant, so there is nothing to learn; its roles are ['us"),
@@ -152,7 +156,6 @@ def test_the_messages_of_a_row_to_sample_from_are_its_prompt():
         ({"prompt": "a", "response": [SYSTEM, REPLY]}, "response holds the assistant's messages, got roles ['system'"),
         ({"prompt": "a", "response": [USER]}, "response has no message of the assistant"),
         ({"prompt": ["a"] * 100, "response": "b"}, "['a', 'a'"),
-        *(({"prompt": "a", name: ""}, f"{name} is empty: there is nothing to learn") for name in RESPONSES),
     ],
 )
 def test_what_is_wrong_with_a_supervised_row(row, message):
@@ -161,12 +164,33 @@ def test_what_is_wrong_with_a_supervised_row(row, message):
     assert len(str(raised.value)) < 300
 
 
+NOTHING = {"null": None, "empty text": "", "an empty list": []}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+NEEDED = [
+    *((supervised_row, {"prompt": "a", name: "b"}, key) for name in RESPONSES for key in ("prompt", name)),
+    (supervised_row, {"messages": [USER, REPLY]}, "messages"),
+    (policy_row, {"prompt": "a", "level": 3}, "prompt"),
+    (policy_row, {"messages": [USER], "level": 3}, "messages"),
+    *((comparison_of, PAIR, key) for key in PAIR),
+    *((comparison_of, {"prompt": "a", "completion": "b", "label": True}, key) for key in ("completion", "label")),
+    (comparison_of, {"prompt": "a", "completions": ["b", "c"]}, "completions"),
+]
+
+
+@pytest.mark.parametrize("words", NOTHING)
+@pytest.mark.parametrize(("check", "row", "field"), NEEDED)
+def test_a_field_that_is_needed_and_says_nothing_is_named_with_what_it_has(check, row, field, words):
+    check(row)
+    with pytest.raises(ValueError, match=f"^{field!r} is {words}: "):
+        check({**row, field: NOTHING[words]})
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"answer": "2"}, "field 'prompt' is missing or empty; the row has ['answer']"),
+        ({"answer": "2"}, "field 'prompt' is missing; the row has ['answer']"),
         ({"messages": [USER, REPLY]}, "messages ends with the assistant's, so there is nothing to sample"),
-        ({"messages": []}, "field 'prompt' is missing or empty"),
+        ({"messages": []}, "'messages' is an empty list"),
         ({"prompt": [True]}, "prompt must be text or messages with role and content, got [True]"),
     ],
 )
@@ -180,9 +204,9 @@ def test_what_is_wrong_with_a_row_to_sample_from(row, message):
     [
         (
             {"question": "1+1=", "solution": "2"},
-            "field 'prompt' is missing or empty; the row has ['question', 'solution']",
+            "field 'prompt' is missing; the row has ['question', 'solution']",
         ),
-        ({"prompt;answer": "1+1=;2"}, "field 'prompt' is missing or empty; the row has ['prompt;answer']"),
+        ({"prompt;answer": "1+1=;2"}, "field 'prompt' is missing; the row has ['prompt;answer']"),
         ({"prompt": "1+1=", "solution": "2"}, "'exact'), got None; the row has ['prompt', 'solution']"),
         ({"prompt": "1+1=", "answer": ["2"]}, "'exact'), got ['2']; the row has ['answer', 'prompt']"),
     ],

@@ -135,7 +135,7 @@ def test_an_environment_and_ahead_get_rows_in_one_spelling(model, rollout):
 def test_rows_that_no_model_reads_are_refused_with_their_number(rollout):
     good = PROMPTS["text"]
     for bad, words in (
-        ({"answer": "2"}, "row 2: field 'prompt' is missing or empty"),
+        ({"answer": "2"}, "row 2: field 'prompt' is missing"),
         ({"prompt": [WRONG]}, "row 2: prompt ends with the assistant's message"),
         ({"prompt": [{"role": "user"}]}, r"row 2: prompt\[0\] must be a message with role and content"),
     ):
