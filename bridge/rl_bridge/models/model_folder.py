@@ -67,6 +67,8 @@ def require_floats(dtypes: Mapping[str, str], name: str) -> None:
 Made = TypeVar("Made")
 CONFIG, TOKENIZER, TEMPLATE = "config.json", "tokenizer.json", "chat_template.jinja"
 ADAPTER = "adapter_config.json"
+SHOWN = 5
+"""Models of runs that an error names."""
 OWN = "own_model.json"
 """Written beside the weights of a class of the user's own, in place of a config."""
 OBJECTS = (CONFIG, "generation_config.json", TOKENIZER, "tokenizer_config.json", "special_tokens_map.json")
@@ -117,13 +119,13 @@ def _why_not(name: str, path: Path, model: bool) -> str | None:
             "it is a class of your own, which load_model and a run's --model take: critics, teachers, judges and tools "
             "take folders"
         )
+    if not name.strip():
+        return f"the name is empty; a model is a folder with {CONFIG}, safetensors and a tokenizer, or a hub id"
     if path.is_file():
         return f"it is a file; a model is a folder with {CONFIG}, safetensors and a tokenizer"
     if path.is_dir():
-        if (path / "metrics.jsonl").is_file():
-            export = path / "model"
-            state = f"its model is {export}" if export.is_dir() else "has no model yet"
-            return f"it is the folder of a run, and {state}"
+        if _is_run(path):
+            return f"it is the folder of a run, and {_export_of(path)}"
         if model and (reason := _adapter(path)) is not None:
             return reason
         if model and not (path / CONFIG).exists():
@@ -155,8 +157,23 @@ def _adapter(folder: Path) -> str | None:
     )
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file()
+
+
+def _export_of(run: Path) -> str:
+    return f"its model is {run / 'model'}" if (run / "model").is_dir() else "has no model yet"
+
+
 def _without_config(folder: Path) -> str:
     if not (folder / OWN).is_file():
+        place = folder.resolve()
+        if (run := next(filter(_is_run, place.parents), None)) is not None and place != run / "model":
+            return f"it is a folder in the run {run}, and {_export_of(run)}"
+        if runs := sorted(inside for inside in folder.iterdir() if _is_run(inside)):
+            models = [str(run / "model") for run in runs if (run / "model").is_dir()]
+            shown = ", ".join(models[:SHOWN]) + (f" and {len(models) - SHOWN} more" if len(models) > SHOWN else "")
+            return f"it is a folder of runs; their models are {shown or 'not there yet'}"
         return f"the folder has no {CONFIG}"
     about = json.loads((folder / OWN).read_text("utf-8"))
     return (
@@ -206,6 +223,23 @@ def _field_that_cannot_be(config: dict[str, Any]) -> str | None:
 
 def config_of(name: str, folder: Path | str) -> Any:
     """The configuration in a folder. Raises ValueError, with what transformers says of it."""
+    try:
+        code = json.loads((Path(folder) / CONFIG).read_text("utf-8")).get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):
+        code = {}
+    try:
+        return _config_of(name, folder)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error) or not isinstance(code, Mapping):
+            raise
+        raise ValueError(
+            f"no model can be loaded from {name!r}: its {CONFIG} names code of the model's own "
+            f"({', '.join(map(str, code.values()))}), which is not run: give the class in a file as --model "
+            f"FILE.py:Class --tokenizer {name} --weights {name}"
+        ) from error
+
+
+def _config_of(name: str, folder: Path | str) -> Any:
     return made(name, lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 

@@ -255,9 +255,13 @@ def reward_models(sources: Sequence[Source]) -> list[str]:
 
 
 def named(source: Source) -> tuple[str, Source]:
-    """(The name before the source's ``=``, or nothing; the source behind it)."""
+    """(The name before the source's ``=``, or nothing; the source behind it). Raises ValueError where that names nothing."""
     match = re.fullmatch(r"([A-Za-z_]\w*)=(.+)", source, re.DOTALL) if isinstance(source, str) else None
-    return ("", source) if match is None else (match[1], match[2])
+    name, rest = ("", source) if match is None else (match[1], match[2])
+    if isinstance(rest, str) and rest.strip() in ("model:", "judge:"):
+        what = "folder of a reward model" if rest.startswith("model:") else "TOML file of a judge"
+        raise ValueError(f"the reward {source!r} names no {what}: give it behind the colon, without a blank")
+    return name, rest
 
 
 def _unlike(name: str, others: Collection[str]) -> str:

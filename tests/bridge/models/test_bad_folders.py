@@ -121,6 +121,53 @@ def test_code_of_a_folder_is_named_and_not_run(saved, tmp_path, capsys):
     assert capsys.readouterr().out.startswith(line)
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of a folder: one with its model and a checkpoint, one that has no model yet."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("first/model", "first/checkpoints/step-00000001/policy", "second/checkpoints"):
+        (folder / name).mkdir(parents=True)
+    for name in ("first", "second"):
+        (folder / name / "metrics.jsonl").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "inside",
+    ["", "first", "first/checkpoints", "first/checkpoints/step-00000001", "first/checkpoints/step-00000001/policy"],
+)
+def test_a_folder_of_runs_or_in_one_says_which_folder_is_the_model(inside, runs):
+    with pytest.raises(ValueError, match="no model can be loaded from") as refused:
+        pretrained(str(runs / inside))
+    assert str(runs / "first" / "model") in str(refused.value) and "second/model" not in str(refused.value)
+
+
+@pytest.mark.parametrize("inside", ["second", "second/checkpoints"])
+def test_a_run_without_a_model_says_so(inside, runs):
+    with pytest.raises(ValueError, match=f"the run.* {runs / 'second'}.*has no model yet|run, and has no model yet"):
+        pretrained(str(runs / inside))
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_a_name_that_is_empty_is_no_folder_of_here(name, saved, monkeypatch):
+    monkeypatch.chdir(saved)
+    with pytest.raises(ValueError, match=r"the name is empty"):
+        pretrained(name)
+
+
+def test_a_family_of_a_folders_own_code_is_refused_with_the_way_on(saved, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in saved.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    code = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.Mine"}
+    changed("config.json", model_type="mine", auto_map=code)(folder)
+    (folder / "mine.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(ValueError, match=r"mine\.Mine.*is not run.*--model FILE\.py:Class --tokenizer") as refused:
+        pretrained(str(folder))
+    assert "trust_remote_code" not in str(refused.value) and str(folder) in str(refused.value)
+
+
 @pytest.mark.parametrize("name", ["runs/no/model", "./none", "/no/such", "README.md", "docs/none"])
 def test_a_place_without_a_model_is_no_hub_id_usr_17(name):
     with pytest.raises(ValueError, match=r"there is no such folder|it is a file") as refused:

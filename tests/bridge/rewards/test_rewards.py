@@ -8,6 +8,7 @@ import pytest
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import exact_match, load_reward, score
 from rl_bridge.rewards import rewards as waiting
+from rl_bridge.rewards.sources import RewardOptions, load
 
 ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
 
@@ -158,3 +159,11 @@ def test_a_reward_that_takes_long_is_named_again_and_again_and_not_ended(monkeyp
         assert words.startswith("waiting for reward reward on problems.jsonl, row 8 (1 of 2 results so far)")
         assert words.endswith(", for 0 s now")
     assert not [thread for thread in threading.enumerate() if thread.name == "rewards are awaited"]
+
+
+@pytest.mark.parametrize("before", ["", "style="])
+@pytest.mark.parametrize("kind", ["model:", "judge:", "model: "])
+def test_a_reward_with_nothing_behind_its_colon_is_refused_as_that(kind, before):
+    for refuse in (lambda source: load([source]), lambda source: RewardOptions(reward=(source,))):
+        with pytest.raises(ValueError, match=rf"the reward '{before}{kind}' names no (folder|TOML file)"):
+            refuse(before + kind)
