@@ -1,6 +1,7 @@
 """A trial of an environment before a run begins: one conversation of a row, in a process of its own."""
 
 import operator
+import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ from rl_bridge.environments.factories import FileFactory
 ROWS = 3
 """Rows that are tried until the environment begins a conversation with one of them."""
 
+WHATEVER_IS_SAID = re.compile(
+    r"TypeError: .*\(\) (missing \d+ required|got an unexpected keyword|got multiple values|takes .*positional argument)"
+    r"|NameError: (free variable|name) "
+)
+"""Errors of the code itself: a call that does not fit its function, a name that nothing has."""
+
 
 def try_environment(
     factory: EnvironmentFactory, rows: Sequence[Mapping[str, Any]], *, limit: float, in_thread: bool
@@ -25,7 +32,7 @@ def try_environment(
 
     It happens in a process that ends with it: what the environment counts or draws in this one stays as it is, and no
     number of a run changes. What it raises at an empty turn is named and not refused, as no policy said it; an answer
-    of a wrong type is refused. Where a run calls the environment in threads of this process, nothing is refused that
+    of a wrong type is refused, and so are calls that do not fit a function and names that there are not. Where a run calls the environment in threads of this process, nothing is refused that
     the trial's own process may bring about, as by a port that this one has: no load, no answer in time, its end.
 
     The trial is of this machine alone: workers on others may lack a file or a server, and say so when they call.
@@ -80,6 +87,8 @@ def _answer(session: Any, row: Mapping[str, Any], first: Step) -> None:
         _refuse(row, [error], "step()")
     except (TimeoutError, RuntimeError) as error:  # an end of its process is one, too
         _close(session)
+        if WHATEVER_IS_SAID.search(str(error)):
+            raise ValueError(f"{failed}{error}. That is so whatever a turn says: mend it before the run") from error
         remark(f"{failed}{error}")
     except Exception as error:
         _close(session)

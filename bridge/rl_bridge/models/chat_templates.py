@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from rl_bridge.data.messages import Chat, chat_of, function_of, shown
 from rl_bridge.data.trajectory import Message
@@ -127,6 +128,11 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, generation_prompt:
                 **variables,
             ),
         )
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ValueError(
+            "a tool that is a function needs a docstring with a line of each argument (Args:) and type hints, or is "
+            f"given as its JSON schema: {error}"
+        ) from error
     except Exception as error:  # of Jinja, or of Python in what it computes: 1 / 0, an endless macro
         roles = ", ".join(str(message.get("role")) for message in chat.prompt)
         raise ValueError(

@@ -74,6 +74,30 @@ class RaisesLater(Game):
     async def step(self, messages):
         return Step(reward=int(messages[-1]["content"]))
 
+class Keyword(Game):
+    def step(self, messages):
+        return Step(rewards=1.0)
+
+class TwoArguments(Game):
+    def step(self, messages, action):
+        return Step(reward=1.0)
+
+class NoArgument(Game):
+    def step(self):
+        return Step(reward=1.0)
+
+class KeywordLater(Game):
+    async def step(self, messages):
+        return Step(rewards=1.0)
+
+class NoName(Game):
+    def step(self, messages):
+        return Stepp(reward=1.0)
+
+class NoneAdded(Game):
+    def step(self, messages):
+        return Step(reward=1.0 + {"": None}[messages[-1]["content"]])
+
 class Slow(Game):
     def step(self, messages):
         time.sleep(1000)
@@ -130,7 +154,18 @@ REFUSED = {
     "Infinite": rf"{BEFORE}step\(\) with a.jsonl, row 1: ValueError: step\(\) gave the reward inf",
 }
 TRIED = "the environment was tried with a.jsonl, row 1 and an empty turn of the policy, and failed: "
+REFUSED |= {
+    name: rf"^{TRIED}{error}.*That is so whatever a turn says"
+    for name, error in {
+        "Keyword": r"TypeError: Step\.__init__\(\) got an unexpected keyword argument 'rewards'",
+        "KeywordLater": r"TypeError: Step\.__init__\(\) got an unexpected keyword argument 'rewards'",
+        "TwoArguments": r"TypeError: TwoArguments\.step\(\) missing 1 required positional argument: 'action'",
+        "NoArgument": r"TypeError: NoArgument\.step\(\) takes 1 positional argument but 2 were given",
+        "NoName": "NameError: name 'Stepp' is not defined",
+    }.items()
+}
 NAMED = {
+    "NoneAdded": "TypeError: unsupported operand type(s) for +: 'float' and 'NoneType'",
     "Raises": "ValueError: invalid literal for int() with base 10: ''",
     "RaisesLater": "ValueError: invalid literal for int() with base 10: ''",
     "Slow": "took longer than 3 s, and its process was ended",

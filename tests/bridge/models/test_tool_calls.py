@@ -114,6 +114,32 @@ def test_a_template_without_calls_in_json_is_refused_with_the_way_on(written, sh
         call_form(tokenizer_of(written, shown=shown), TOOLS)
 
 
+def bare(number: int):
+    return number
+
+
+def of_no_type(number):
+    """Adds.
+
+    Args:
+        number: the number.
+    """
+
+
+def of_no_words(number: int):
+    """Adds."""
+
+
+@pytest.mark.parametrize("function", [bare, of_no_type, of_no_words])
+def test_a_function_without_words_about_it_is_no_fault_of_the_template(function):
+    chat = Chat([{"role": "user", "content": "1+1"}], tools=(function,))
+    with pytest.raises(
+        ValueError, match=f"a tool that is a function needs a docstring.*{function.__name__}"
+    ) as refused:
+        encode_prompt(bytes_tokenizer("chatml"), chat)
+    assert "template" not in str(refused.value)
+
+
 def test_a_tokenizer_without_a_template_is_refused():
     tokenizer = bytes_tokenizer("chatml")
     tokenizer.chat_template = None
