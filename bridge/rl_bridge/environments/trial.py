@@ -19,7 +19,7 @@ ROWS = 3
 """Rows that are tried until the environment begins a conversation with one of them."""
 
 WHATEVER_IS_SAID = re.compile(
-    r"TypeError: .*\(\) (missing \d+ required|got an unexpected keyword|got multiple values|takes .*positional argument)"
+    r"TypeError: .*\(\) (missing \d+ required|got an unexpected keyword|got multiple values|takes .*positional arg)"
     r"|NameError: (free variable|name) "
 )
 """Errors of the code itself: a call that does not fit its function, a name that nothing has."""
@@ -32,8 +32,9 @@ def try_environment(
 
     It happens in a process that ends with it: what the environment counts or draws in this one stays as it is, and no
     number of a run changes. What it raises at an empty turn is named and not refused, as no policy said it; an answer
-    of a wrong type is refused, and so are calls that do not fit a function and names that there are not. Where a run calls the environment in threads of this process, nothing is refused that
-    the trial's own process may bring about, as by a port that this one has: no load, no answer in time, its end.
+    of a wrong type is refused, and so are calls that do not fit a function and names that there are not. Where a run
+    calls the environment in threads of this process, nothing is refused that the trial's own process may bring about,
+    as by a port that this one has: no load, no answer in time, its end.
 
     The trial is of this machine alone: workers on others may lack a file or a server, and say so when they call.
 

@@ -255,7 +255,7 @@ def reward_models(sources: Sequence[Source]) -> list[str]:
 
 
 def named(source: Source) -> tuple[str, Source]:
-    """(The name before the source's ``=``, or nothing; the source behind it). Raises ValueError where that names nothing."""
+    """(The name before the source's ``=``, or nothing; the source behind it). Raises ValueError if it is empty."""
     match = re.fullmatch(r"([A-Za-z_]\w*)=(.+)", source, re.DOTALL) if isinstance(source, str) else None
     name, rest = ("", source) if match is None else (match[1], match[2])
     if isinstance(rest, str) and rest.strip() in ("model:", "judge:"):

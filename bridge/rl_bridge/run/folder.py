@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from rl_bridge.run.recorder import Recorder
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 
 _ABSENT = "no such option"
+BEGUN = frozenset({files.NAME, "config.json", RUN_FILE, "metrics.jsonl", "provenance.jsonl", "checkpoints", "events"})
+EVENTS = "events/events.out.tfevents."
+"""All that is in the folder of a run which has taken no step."""
 BEFORE = "once/before"
 """The cached result of the evaluation that a recipe begins with."""
 
@@ -89,6 +92,22 @@ class Opened:
     """The driver's state in that checkpoint."""
     identity: dict[str, Any]
     """Options and fingerprints of the run, which the next checkpoints have."""
+    made: bool = False
+    """Whether the folder was made for this run, and not there before."""
+
+    def unmake(self, folder: Path) -> bool:
+        """Remove the folder of a run that failed before it did anything; returns whether it is gone.
+
+        One that was there before stays, and so does one with anything besides what a run begins with.
+        """
+        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        others = [name for name in names if name not in BEGUN and not name.startswith(EVENTS)]
+        if not self.made or others:
+            return False
+        for path in sorted((folder / name for name in names), reverse=True):  # what is in a folder before it
+            path.rmdir() if path.is_dir() else path.unlink()
+        folder.rmdir()
+        return True
 
 
 def begin_or_resume(
@@ -106,6 +125,7 @@ def begin_or_resume(
         ValueError: see ``Run``.
     """
     new = not (resume or anyway)
+    made = new and not folder.exists()
     if new:
         folder.mkdir(parents=True, exist_ok=True)
         _require_empty(folder)
@@ -116,7 +136,8 @@ def begin_or_resume(
     try:
         if new:  # Another process may have had the lock a moment ago.
             _require_empty(folder)
-        return _open(folder, config, checkpointer, fingerprints, lock, resume=resume or anyway, anyway=anyway)
+        opened = _open(folder, config, checkpointer, fingerprints, lock, resume=resume or anyway, anyway=anyway)
+        return replace(opened, made=made)
     except BaseException:
         lock.release()
         raise

@@ -198,7 +198,8 @@ class Run:
                 failures.append(failure)
         raised = error if error is not None or not failures else failures.pop(0)
         if raised is not None:
-            for note in [*map(str, failures), self._how_to_go_on()]:
+            begun = self._recorder.logged > 0 or isinstance(raised, Stopped) or not self._opened.unmake(self.folder)
+            for note in [*map(str, failures), *([self._how_to_go_on()] if begun else [])]:
                 raised.add_note(note)
         if error is None and raised is not None:
             raise raised

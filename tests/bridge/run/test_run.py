@@ -335,3 +335,39 @@ def test_the_progress_line_is_whole_at_any_width(columns, monkeypatch, tmp_path,
         assert "reward=0.500" in line and ("clip=0.500" in line or columns < 100)
         run.finish({"result": "held-out 0 → 1"})
     assert f"run: {tmp_path / 'run'}; to look at it: rl-fn report {tmp_path / 'run'}" in capsys.readouterr().out
+
+
+class Refuses:
+    serves = ()
+
+    def __init__(self, file=None):
+        self.file = file
+
+    def started(self, run):
+        if self.file is not None:
+            (run.folder / self.file).parent.mkdir(exist_ok=True)
+            (run.folder / self.file).write_text("mine")
+        raise ValueError("weights that are not finite")
+
+    def ended(self, error):
+        pass
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("file", [None, "mine.txt", "checkpoints/mine", "events/mine", "skipped/mine"])
+def test_a_run_that_fails_before_its_first_step_leaves_nothing_of_its_own_alone(file, before, tmp_path):
+    folder = tmp_path / "runs" / "first"
+    if before:
+        folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match="not finite") as refused, Run(folder, Config(), observers=[Refuses(file)]):
+        pass
+    stays = before or file is not None
+    assert folder.exists() == stays and bool(getattr(refused.value, "__notes__", [])) == stays
+
+
+def test_a_run_that_fails_behind_its_first_record_says_how_to_go_on(tmp_path):
+    with pytest.raises(Killed) as refused, Run(tmp_path / "first", Config()) as run:
+        for step in run.steps("first", 3, state={}):
+            run.log(step, {"reward": 1.0})
+            raise Killed
+    assert (tmp_path / "first" / "metrics.jsonl").exists() and "--resume" in str(refused.value.__notes__)
