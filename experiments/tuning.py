@@ -31,7 +31,7 @@ from experiments import tuning_pruning
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.statistics import confidence_interval
 from rl_tools import cli, trainers
-from rl_tools.trainers import options_of
+from rl_tools.trainer_options import options_of
 from rl_tools.tune.goals import parse_goal
 from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Result
 from rl_tools.tune.scheduler import Plan

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_tools.trainers import TrainerOptions, dashed
+from rl_bridge.run.run_toml import dashed
+from rl_tools.trainer_options import TrainerOptions
 
 Value = float | int | str
 Assignment = dict[str, Value]

@@ -10,7 +10,8 @@ from typing import Any
 
 from rl_bridge.common.terminal import remark, say
 from rl_bridge.run.options import in_vain, require_name
-from rl_tools.trainers import TrainerOptions, dashed, options_of
+from rl_bridge.run.run_toml import dashed
+from rl_tools.trainer_options import TrainerOptions, options_of
 from rl_tools.tune.contents import contents, differences_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
 from rl_tools.tune.journal import Event, Journal, library
@@ -37,14 +38,14 @@ def run(words: Sequence[str]) -> int:
     words = list(words)
     if words[:1] == ["report"]:
         return _report(words[1:])
-    from rl_tools import trainers
+    from rl_tools import trainer_options, trainers
 
     command_line = parser()
     helps = not {"-h", "--help"}.isdisjoint(words)
     if helps:
         command_line.print_help()
         return 0
-    trainer, rest = trainers.expanded(words, without={*trainers.OWN, *_searched(words)})
+    trainer, rest = trainers.expanded(words, without={*trainer_options.OWN, *_searched(words)})
     return _tune(trainer, rest, command_line)
 
 
@@ -106,13 +107,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser) -> int:
-    from rl_tools import trainers
+    from rl_tools import trainer_options, trainers
     from rl_tools.tune.study import Study, places, run_study, training_command
     from rl_tools.tune.study_report import write_report
 
     domains, rest = _split(words)
     arguments, fixed = command_line.parse_known_args(rest)
-    default = trainers.load(trainers.TRAINERS[trainer].default)
+    default = trainer_options.load(trainer_options.TRAINERS[trainer].default)
     default = default if isinstance(default, type) else default(fixed)
     options = options_of(default)
     for word in fixed:

@@ -12,7 +12,8 @@ import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_tools.trainers import TRAINERS, config_of, load, parse
+from rl_tools.trainer_options import TRAINERS, load
+from rl_tools.trainers import config_of, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
 from rl_train.policy_inputs import rows_of

@@ -45,7 +45,7 @@ REFUSED = {
     "seed": (["--seed", "-1"], "seed must be from 0 to 2³² − 1, got -1"),
     "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef must be a number, got nan"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
-    "output": (["--output"], "Missing value for argument '--output'"),
+    "output": (["--output"], "--output needs a value behind it"),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
 
 
 MISSPELT = {
-    "trian policy": "unknown command 'trian': did you mean train?",
+    "trian policy": "unknown command 'trian': did you mean rl-fn train?",
     "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
     "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
@@ -259,7 +259,7 @@ MISSPELT = {
     "train policy --polcy.steps 1": "--polcy.steps: did you mean --policy.steps",
     "train policy --policy.responses-per-prompt 8": "--policy.responses-per-prompt: did you mean --policy.sampling.n?",
     "train policy --policy.sampling.seed 3": "--policy.sampling.seed: did you mean --seed?",
-    "train sft --packing True": "",
+    "train sft --packing True": "--packing takes no value",
     "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
     "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",

@@ -7,7 +7,7 @@ import pytest
 from rl_bridge.run.options import RunOptions
 from rl_tools import trainers
 from rl_tools.cli import main
-from rl_tools.trainers import options_of
+from rl_tools.trainer_options import options_of
 from rl_tools.tune.space import Interval, corners, read_space, words_of
 from rl_tools.tune.tune_command import run
 from rl_train.policy_configs import quickstart
@@ -219,7 +219,7 @@ def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(seed
 @pytest.mark.parametrize("words", [[], ["--space.steps", "1..3", "sft"]], ids=["nothing", "a trainer behind options"])
 def test_a_command_without_a_trainer_in_front_is_no_success(words, capsys):
     assert main(["tune", *words]) == 2
-    assert "give a trainer, one of sft, reward-model" in capsys.readouterr().err
+    assert "give a trainer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])
