@@ -159,7 +159,8 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
         for name in (holder, f"{holder}.name")
         if name in settings
     } | chosen
-    recipes, before, behind = {}, [], []
+    recipes: dict[str, Any] = {}
+    of_files: list[str] = []
     unread: dict[str, list[str]] = {}
     for key, setting in settings.items():
         holder, recipe = key.removesuffix(".name"), dashed(str(setting.value))
@@ -177,14 +178,13 @@ def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequ
             unread.setdefault(f"{setting.file}: of {of_recipe[0]} {setting.names[of_recipe[0]]}", []).append(key)
         elif key not in on_command_line:
             kind = options.kinds[key] if of_recipe is None else options.of_recipes[key]
-            (before if of_recipe is None else behind).extend(_words_of_value(key, setting, kind))
+            of_files += _words_of_value(key, setting, kind)
             if of_recipe is not None:
                 recipes.setdefault(of_recipe[0], options.defaults.get(of_recipe[0]))
     for whose, keys in unread.items():
         remark(f"{whose}, in whose place there is another one, {', '.join(keys)} are not read")
-    # An option of a recipe has to stand behind the recipe's word.
     named = [f"{holder}:{recipe}" for holder, recipe in recipes.items() if holder not in chosen]
-    return [*before, *named, *words, *behind]
+    return [*of_files, *named, *words]
 
 
 def _is_of_another(key: str, setting: Setting, holder: str, options: TrainerOptions, last: Mapping[str, str]) -> bool:
