@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_bridge.common.terminal import say
+from rl_bridge.run.options import require_output
 
 PACKAGES = {
     "jax": "",
@@ -46,14 +47,16 @@ class Finding(NamedTuple):
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the findings; the exit status is 0 whatever they are."""
+    """Print the findings; the exit status is 0 whatever they are. ValueError: ``--output`` is no folder."""
     parser = argparse.ArgumentParser(
         prog="rl-fn doctor",
         description="This machine's versions, devices, memory, disk and limits, and which kernels run here. "
         "Each line ends with ok, or with what to do.",
     )
     parser.add_argument("--output", type=Path, default=Path("runs"), help="where runs are to go (default: runs)")
-    findings = [*packages(), *devices(), *room(parser.parse_args(list(words)).output), *kernels()]
+    output: Path = parser.parse_args(list(words)).output
+    require_output(output)
+    findings = [*packages(), *devices(), *room(output), *kernels()]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         say(f"{finding.name:<{width}}  {finding.seen}: {finding.remedy or 'ok'}")
