@@ -29,7 +29,7 @@ NOTE: dict[str, Kind] = {"step?": "a whole number"}
 
 
 def kind_of(record: Mapping[str, Any]) -> dict[str, Kind]:
-    """What a line is to have: steps alone have seconds, so that one which has lost its stage is no note."""
+    """The entries that a line is to have: steps alone have seconds, so that one which has lost its stage is no note."""
     return STEP if {"stage", "seconds"} & record.keys() else NOTE
 
 

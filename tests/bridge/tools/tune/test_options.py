@@ -305,7 +305,8 @@ RETURNS = {
 
 
 @pytest.mark.parametrize("kind", RETURNS)
-def test_a_function_that_returns_no_proposal_is_refused_before_a_folder_is_made(kind, tmp_path):
+def test_a_function_that_returns_no_proposal_is_refused_before_a_folder_is_made(kind, monkeypatch, tmp_path):
+    monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: pytest.fail("the study began"))
     (tmp_path / "mine.py").write_text(f"def f(number, told):\n    return {RETURNS[kind]}\n")
     place = f"{tmp_path / 'mine.py'}:f"
     with pytest.raises((ValueError, TypeError)) as refused:
