@@ -20,8 +20,9 @@ from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.common.terminal import StopRequest
 from rl_bridge.executors.executor import WorkerDied, worker_error
 from rl_bridge.run.run import Stopped
-from rl_tools import cli, trainers
+from rl_tools import cli
 from rl_tools.cli import main, report
+from rl_tools.trainer_options import TRAINERS, load
 from rl_tools.trainers import parse
 from rl_train.policy_configs import policy, quickstart
 
@@ -332,8 +333,8 @@ def finished(*_):
 
 
 def test_every_trainer_of_the_table_is_there_with_a_default():
-    for name, trainer in trainers.TRAINERS.items():
-        default = trainers.load(trainer.default)
+    for name, trainer in TRAINERS.items():
+        default = load(trainer.default)
         config = default()
-        assert callable(trainers.load(trainer.run)), name
+        assert callable(load(trainer.run)), name
         assert config.resume is False and config.name, name
