@@ -84,7 +84,8 @@ def _units(words: Sequence[str], options: TrainerOptions) -> Iterator[list[str]]
         return word.startswith("--") or word in HELP or one_dash or _recipe(word, options) is not None
 
     starts = [place for place, word in enumerate(words) if begins(word)]
-    for start, end in pairwise([*([0] if words and 0 not in starts else []), *starts, len(words)]):
+    bounds: list[int] = [*([] if 0 in starts or not words else [0]), *starts, len(words)]
+    for start, end in pairwise(bounds):
         yield list(words[start:end])
 
 

@@ -23,7 +23,7 @@ from rl_bridge.run.run import Stopped
 from rl_tools import cli
 from rl_tools.cli import main, report
 from rl_tools.trainer_options import TRAINERS, load
-from rl_tools.trainers import parse
+from rl_tools.trainers import config_of, parse
 from rl_train.policy_configs import policy, quickstart
 
 REFUSED = {
@@ -79,7 +79,7 @@ def test_what_a_loss_file_prints_is_on_the_terminal_once(end, tmp_path, capsys):
     line, words, error = ENDS[end]
     (tmp_path / "own.py").write_text(OWN_LOSS.format(line))
     with contextlib.nullcontext() if error is None else pytest.raises(error):
-        trainers.config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
+        config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
     printed = capsys.readouterr().err
     assert printed.startswith(f"a hint {id(sys.stderr)}\n") and printed.count("a hint") == 1
     assert printed.count("rl-fn: error: ") == (error is SystemExit) and "╭" not in printed
