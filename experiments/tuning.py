@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 from experiments import tuning_pruning
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.common.statistics import confidence_interval
-from rl_tools import cli, trainers
-from rl_tools.trainers import options_of
+from rl_tools import cli
+from rl_tools.trainer_options import TRAINERS, load, options_of
 from rl_tools.tune.goals import parse_goal
 from rl_tools.tune.samplers import SAMPLERS, FunctionSampler, OptunaSampler, Result
 from rl_tools.tune.scheduler import Plan
@@ -134,7 +134,7 @@ def quickstart(arguments: argparse.Namespace) -> None:
             if cli.main(["tune", "policy", *words, *fixed]):
                 sys.exit(f"the study {folder.name} did not come to its end; the same command goes on")
             done[name, seed] = summary_of(read_study(folder))
-    options = options_of(trainers.load(trainers.TRAINERS["policy"].default)())
+    options = options_of(load(TRAINERS["policy"].default)())
     chosen = [found["trials"][found["best"]["trial"]]["assignment"] for found in done.values()]
     confirming = Study(
         runs / "confirmed",

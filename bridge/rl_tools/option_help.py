@@ -17,7 +17,8 @@ from rl_bridge.common.terminal import say
 from rl_bridge.run.options import shown
 from rl_bridge.run.run_toml import dashed
 from rl_tools.new import loops
-from rl_tools.trainers import TRAINERS, TrainerOptions, choices_of, expanded, load, options_of
+from rl_tools.trainer_options import TRAINERS, TrainerOptions, choices_of, load, options_of
+from rl_tools.trainers import expanded
 
 MOST = 40
 """Options on the short page."""

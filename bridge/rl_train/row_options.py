@@ -24,6 +24,10 @@ class Inputs:
     """Hashes of all rows, and of the held-out ones."""
 
 
+STEPS = 10**9
+"""Steps of a run at most: of a tenth of a second each they take three years."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOptions(RecipeOptions):
     """One step is one update on ``rows_per_step`` rows."""
@@ -58,8 +62,16 @@ class RowOptions(RecipeOptions):
         return super().unread() | ({"offload": no_phases} if self.offload == "phases" else {})
 
     def steps_for(self, rows: int) -> int:
-        """Updates for so many rows: ``steps``, or what the epochs take, the last one rounded up."""
-        return self.steps if self.epochs is None else math.ceil(self.epochs * rows / self.rows_per_step)
+        """Updates for so many rows: ``steps``, or what the epochs take, the last one rounded up.
+
+        Raises:
+            ValueError: more than a run can ever make.
+        """
+        steps = self.steps if self.epochs is None else math.ceil(self.epochs * rows / self.rows_per_step)
+        if steps > STEPS:
+            option = f"--steps {steps}" if self.epochs is None else f"--epochs {self.epochs:g} of {rows} rows"
+            raise ValueError(f"{option}: a run of {steps:.4g} steps never ends; give {STEPS:.0e} steps at most")
+        return steps
 
     def due(self, step: int, steps: int) -> bool:
         """Whether the held-out rows are measured after this step: every ``evaluate_every``, and after the last one."""

@@ -142,4 +142,4 @@ def test_the_streams_that_are_told_are_those_of_the_moment(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     assert main(["trian", "policy"]) == 2
-    assert stream.getvalue() == "rl-fn: error: unknown command 'trian': did you mean train? (rl-fn --help)\n"
+    assert stream.getvalue() == "rl-fn: error: unknown command 'trian': did you mean rl-fn train? (rl-fn --help)\n"

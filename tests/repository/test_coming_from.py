@@ -9,7 +9,7 @@ import pytest
 from rl_bridge.data.messages import ARGUMENTS
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_bridge.rollout.vllm.engine_options import ALLOWED
-from rl_tools.trainers import TRAINERS
+from rl_tools.trainer_options import TRAINERS
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from tests.repository.coming_from import PAGE, section
 

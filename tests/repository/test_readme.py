@@ -9,7 +9,7 @@ import pytest
 import rl_fn
 from rl_bridge.modules.comparison import PREFERENCE_LOSSES
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_tools.trainers import TRAINERS, load
+from rl_tools.trainer_options import TRAINERS, load
 from tests.repository.families import PAGE, page
 
 ROOT = Path(__file__).parents[2]

@@ -73,6 +73,11 @@ class LoRASource:
         """
         peft, base = _peft(), self.source.empty()
         targets = targets_of(base, self.target_modules)
+        if self.rank > (widest := targets.widest(base)):
+            raise ValueError(
+                f"a LoRA rank of {self.rank} is more than any targeted layer is wide, of which the widest has "
+                f"{widest}: give a smaller rank, or train the whole model without one"
+            )
         config = self._config(base, targets)
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _targets_as_they_are():
             # peft asks transformers under the property's old name.

@@ -1,12 +1,13 @@
 """Which weights of a model get an adapter: those that are asked for, if an adapter there acts as it will merged."""
 
 import ast
+import difflib
 import functools
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
@@ -32,6 +33,13 @@ class Targets(NamedTuple):
     parameters: list[str]
     """Weights of modules that compute with several, such as stacks of experts."""
 
+    def widest(self, model: nn.Module) -> int:
+        """The largest size of a weight, of one expert of a stack."""
+        modules: dict[str, Any] = dict(model.named_modules(remove_duplicate=False))
+        shapes = [modules[name].weight.shape for name in self.modules]
+        shapes += [model.get_parameter(name).shape[-2:] for name in self.parameters]
+        return max(size for shape in shapes for size in shape)
+
 
 def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
     """The modules and parameters that ``asked`` names.
@@ -55,6 +63,8 @@ def targets_of(model: PreTrainedModel, asked: str | Sequence[str]) -> Targets:
         return Targets(_all_linear(model, modules), [])
     matches = Targets([], [])
     for end in [asked] if isinstance(asked, str) else asked:
+        if end == ALL_LINEAR:
+            raise ValueError(f"the LoRA target {ALL_LINEAR} stands alone: leave the others out, or it")
         hits = [name for name in modules if _ends(name, end)]
         if hits:
             matches.modules.extend(hits)
@@ -121,7 +131,11 @@ def _parameters(model: PreTrainedModel, modules: dict[str, nn.Module], end: str)
         raise ValueError(f"the LoRA target {end!r} is no module of {kind}, but a weight of one: name it as {ends}")
     layers = sorted({name.rpartition(".")[2] for name, module in modules.items() if is_linear(module)})
     more = f", and weights {ends[:_SHOWN]}" if ends else ""
-    raise ValueError(f"no module of {kind} ends with the LoRA target {end!r}: it has linear layers {layers}{more}")
+    near = difflib.get_close_matches(end, [ALL_LINEAR, *layers], n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(
+        f"no module of {kind} ends with the LoRA target {end!r}{hint}: it has linear layers {layers}{more}"
+    )
 
 
 def _require_adaptable(model: PreTrainedModel, modules: dict[str, nn.Module], targets: Targets) -> None:

@@ -26,6 +26,7 @@ from rl_bridge.parallel.probe import any_worker
 # The optimiser's options and its schedule.
 
 Decay = Literal["constant", "linear", "cosine"]
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,11 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         """Refuse what cannot train."""
         check_options(self)
+        if 0 < self.learning_rate < TINY:
+            raise ValueError(
+                f"learning_rate must be at least {TINY:.4g}, float32's smallest normal number, below which nothing "
+                f"moves, got {self.learning_rate:g}"
+            )
         if not (0 < self.learning_rate < math.inf and self.max_grad_norm > 0) or not (
             self.warmup >= 0 and 0 <= self.final <= 1
         ):

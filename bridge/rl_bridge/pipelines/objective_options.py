@@ -175,6 +175,13 @@ class ObjectiveOptions:
             if changed := [name for name, value in constants.items() if value != defaults[name]]:
                 raise ValueError(f"{error} ({self.algorithm} with {given(self, *changed)})") from error
             raise
+        clip = constants.get("clip_low") or 0.0
+        losses = getattr(objective.loss, "parts", (objective.loss,))
+        if clip > 1 and any("1 − {clip_low}" in loss.equation for loss in losses):
+            raise ValueError(
+                f"--objective.clip-low must be at most 1, got {clip:g}: no ratio of probabilities is below 0, so that "
+                "1 clips none from below already"
+            )
         if self.dynamic_sampling is not None:
             sampling = objective.dynamic_sampling or components.DynamicSampling()
             objective = objective.replace(dynamic_sampling=sampling if self.dynamic_sampling else None)

@@ -89,6 +89,21 @@ class PlacementOptions:
         return init(None if self.executor == "auto" else self.executor, workers=self.workers)
 
 
+def workers_left(workers: int, apart: int) -> int:
+    """Workers that train, of all ``workers``, where the rollout has so many to itself.
+
+    Raises:
+        ValueError: there are none left.
+    """
+    if apart >= workers:
+        raise ValueError(
+            f"--asynchronous.rollout-workers {apart}: of the executor's {workers} workers none is left that trains; "
+            f"give fewer, or {apart + 1} workers at least: --executor ray --workers {apart + 1}, or torchrun with "
+            f"--nproc-per-node {apart + 1}"
+        )
+    return workers - apart
+
+
 AnEngine = TypeVar("AnEngine", bound=Engine)
 
 

@@ -64,6 +64,11 @@ class LoRAOptions:
         targets = sorted(targets, key=str) if isinstance(targets, set | frozenset) else targets
         if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
             raise TypeError(f"target_modules is ends of module names, as ('q_proj',), got {targets!r}")
+        if joined := [target for target in targets if "," in target]:
+            raise ValueError(
+                f"target_modules are separated by spaces, as {' '.join(joined[0].replace(',', ' ').split())}, got "
+                f"{joined[0]!r}"
+            )
         object.__setattr__(self, "target_modules", tuple(targets))
         if self.rank < 0 or not (self.alpha is None or self.alpha > 0) or not self.target_modules:
             raise ValueError(

@@ -1,7 +1,9 @@
 """The folder of a run: locked, swept, its options and fingerprints compared with those of the checkpoint."""
 
 import dataclasses
+import difflib
 import json
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -130,7 +132,11 @@ def begin_or_resume(
         folder.mkdir(parents=True, exist_ok=True)
         _require_empty(folder)
     elif not _is_run(folder):
-        raise ValueError(f"{folder} has no checkpoint to resume from: there is no such run")
+        near = difflib.get_close_matches(folder.name, _runs_in(folder.parent), cutoff=0.5)
+        hint = f"; did you mean --name {' or '.join(near)}?" if near else ""
+        raise ValueError(f"{folder} has no checkpoint to resume from: there is no such run{hint}")
+    else:
+        _require_trainer(folder, getattr(config, "trainer", ""))
     require_own_files(folder)
     lock = RunLock(folder)
     try:
@@ -231,6 +237,25 @@ def _forget_evaluations(state: dict[str, Any], fingerprints: Mapping[str, str]) 
 def _require_empty(folder: Path) -> None:
     if {path.name for path in folder.iterdir()} - {files.NAME}:
         raise ValueError(f"{folder} exists: go on with --resume, or give this run another --name")
+
+
+def _require_trainer(folder: Path, trainer: str) -> None:
+    """Refuse a run that another trainer made: every option would be named as another one."""
+    file = folder / RUN_FILE
+    try:
+        before = tomllib.loads(file.read_text("utf-8")).get("trainer") if trainer and file.is_file() else None
+    except ValueError:  # the checkpoint has the run's options; nothing is read from a file that was edited
+        before = None
+    if before not in (None, trainer):
+        raise ValueError(
+            f"{folder} is a run of the trainer {before}, and this is {trainer}: give rl-fn train {before} … --resume, "
+            "or another --name"
+        )
+
+
+def _runs_in(folder: Path) -> list[str]:
+    """Names of the runs in a folder."""
+    return sorted(path.name for path in folder.iterdir() if _is_run(path)) if folder.is_dir() else []
 
 
 def _is_run(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """The options of a long run, which every pipeline shares."""
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -64,6 +65,20 @@ def require_name(name: str, output: Path) -> None:
             f"name is that of a folder in {output}, not a path and not hidden, of characters that can be printed and "
             f"without spaces at its ends, got {name!r}"
         )
+
+
+def require_output(output: Path, *, writable: bool = False) -> None:
+    """Refuse a folder of runs that is a file or lies under one; with ``writable``, one that this user cannot write to.
+
+    Raises:
+        ValueError: with the path, as --output.
+    """
+    place = next(place for place in (output, *output.absolute().parents) if place.exists())
+    if not place.is_dir():
+        where = "is a file" if place == output else f"lies under the file {place}"
+        raise ValueError(f"--output {output} {where}; give a folder")
+    if writable and not os.access(place, os.W_OK):
+        raise ValueError(f"--output {output}: {place} cannot be written to; give a folder that can be")
 
 
 def require_used(options: Any, names: Sequence[str], without: str, *, part: str = "", begun: Any = None) -> None:
@@ -147,6 +162,7 @@ class RunOptions:
         check_options(self)
         require_finite(self)
         require_name(self.name, self.output)
+        require_output(self.output)
         for option in ("checkpoint_every", "keep_checkpoints", "stop_after_skips"):
             if getattr(self, option) < 1:
                 raise ValueError(f"{option} must be at least 1, got {getattr(self, option)}")

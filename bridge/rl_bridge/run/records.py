@@ -24,6 +24,15 @@ STEP: dict[str, Kind] = {
 }
 """The entries of a step's record. Metrics may be NaN."""
 
+NOTE: dict[str, Kind] = {"step?": "a whole number"}
+"""The entries of a line that is no step's, so far as anything is read from them."""
+
+
+def kind_of(record: Mapping[str, Any]) -> dict[str, Kind]:
+    """The entries that a line is to have: steps alone have seconds, so that one which has lost its stage is no note."""
+    return STEP if {"stage", "seconds"} & record.keys() else NOTE
+
+
 ABOUT = {"stage", "step", "run", "attempt", "time", "seconds", "weights_version", "optimizer_step"}
 """The entries of a step's record that are no metrics: the stage, the run and its attempt, and clocks."""
 

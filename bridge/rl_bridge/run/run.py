@@ -14,7 +14,7 @@ from rl_bridge.engines.engine import Engine
 from rl_bridge.executors import Executor
 from rl_bridge.run.best import Best
 from rl_bridge.run.folder import Opened, begin_or_resume
-from rl_bridge.run.options import OBSERVED, RunOptions, require_used
+from rl_bridge.run.options import OBSERVED, RunOptions, require_output, require_used
 from rl_bridge.run.progress import Bar
 from rl_bridge.run.recorder import Recorder, Skips, whose
 
@@ -458,6 +458,7 @@ def open_run(
     served = {option for observer in observers for option in observer.serves}
     ignored = [option for option in OBSERVED if option not in served]
     require_used(pipeline, ignored, "without an observer that reads it, as rl_tools.trainers.observers_of makes them")
+    require_output(pipeline.output, writable=True)
     if pipeline.dry_run:
         raise DryRun
     run = Run(

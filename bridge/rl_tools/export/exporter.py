@@ -12,7 +12,7 @@ from rl_bridge.common.append_log import parsed
 from rl_bridge.common.json_kinds import require_kind
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.run.options import TRACKERS
-from rl_bridge.run.records import ABOUT, METRICS, STEP
+from rl_bridge.run.records import ABOUT, METRICS, STEP, kind_of
 from rl_tools.export.system import SYSTEM
 
 STREAMS = {"metrics": METRICS, "system": SYSTEM}
@@ -56,6 +56,7 @@ class Tail:
     rows: int = 0
     tokens: int = 0
     _last: bytes = field(default=b"", repr=False)
+    _lines: int = field(default=0, repr=False)
 
     def state(self) -> dict[str, int]:
         """The part that a cursor stores."""
@@ -70,7 +71,7 @@ class Tail:
             return False
         with file.open("rb") as stream:
             content = stream.read(self.size)
-        self._last = content[content.rfind(b"\n", 0, -1) + 1 :]
+        self._last, self._lines = content[content.rfind(b"\n", 0, -1) + 1 :], content.count(b"\n")
         return zlib.crc32(content) == self.crc32
 
     def read(self, folder: Path) -> Iterator[Row]:
@@ -89,19 +90,20 @@ class Tail:
             if stream.read(len(self._last)) != self._last:
                 raise Cut(f"{file} no longer begins with the {self.size} bytes that were exported")
             while (line := stream.readline()).endswith(b"\n"):
-                row = self._row(line, file)
+                row = self._row(line, f"{file}, line {self._lines + 1}")
+                self._lines += 1
                 self.size, self.crc32, self._last = self.size + len(line), zlib.crc32(line, self.crc32), line
                 if row is not None:
                     self.rows += 1
                     yield row
 
-    def _row(self, line: bytes, file: Path) -> Row | None:
-        where = f"{file}, byte {self.size}"
+    def _row(self, line: bytes, where: str) -> Row | None:
         record = parsed(line[:-1], where)
         if self.stream == "system":
             require_kind(record, {"time": "a finite number"}, where)
-        elif {"stage", "seconds"} & record.keys():
-            require_kind(record, _STEP, where)
+        else:
+            kind = kind_of(record)
+            require_kind(record, _STEP if kind is STEP else kind, where)
         identity = f"{self.stream}-{self.rows}-{zlib.crc32(line):08x}"
         if self.stream == "system":
             values = {f"system/{name}": value for name, value in _numbers(record, {"time"})}

@@ -16,6 +16,7 @@ from rl_bridge.models.model_source import ModelSource
 from rl_bridge.models.row_checks import longest_sequence, prompted
 from rl_bridge.pipelines.training import load_model, load_rows, own_model
 from rl_bridge.rollout.conversations import Limits
+from rl_tools.number_options import Parser
 from rl_tools.plan.planning import Knob, Load, Pipeline, Plan, knobs, largest_micro_batch, plan
 from rl_tools.plan.rehearsal import ConfigSource
 from rl_tools.plan.steps import Rows, Supervision
@@ -37,7 +38,8 @@ def workload_of(
     """The model's structure, and the longest step of the run.
 
     Raises:
-        ValueError: a model of the user's, whose data is not read, and a length that was not given; a length below 1.
+        ValueError: a model of the user's, whose data is not read, and a length that was not given; a length below 1;
+            rows that are longer than the model has positions.
     """
     for option, tokens in (("--prompt-tokens", prompt_tokens), ("--completion-tokens", completion_tokens)):
         if tokens is not None and tokens < 1:
@@ -45,8 +47,18 @@ def workload_of(
     if isinstance(pipeline, PolicyPipeline):
         if completion_tokens is not None:
             raise ValueError("completions of a policy have --policy.sampling.max-new-tokens")
-        return _of_policy(pipeline, prompt_tokens)
-    return _of_supervision(pipeline, prompt_tokens, completion_tokens)
+        source, load = _of_policy(pipeline, prompt_tokens)
+    else:
+        source, load = _of_supervision(pipeline, prompt_tokens, completion_tokens)
+    completion = "--policy.sampling.max-new-tokens" if isinstance(pipeline, PolicyPipeline) else "--completion-tokens"
+    with torch.device("meta"):
+        longest = longest_sequence(source.empty())
+    if longest is not None and load.prompt_tokens + load.new_tokens > longest:
+        raise ValueError(
+            f"--prompt-tokens {load.prompt_tokens} and {completion} {load.new_tokens} are a row of "
+            f"{load.prompt_tokens + load.new_tokens} tokens, and the model has {longest} positions: give fewer"
+        )
+    return source, load
 
 
 def shown(load: Load) -> str:
@@ -214,7 +226,8 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def run(words: Sequence[str]) -> int:
     """Run ``rl-fn plan`` with these words; returns the exit status: 1 where ``--fits`` cannot be kept."""
     arguments, rest = _parser().parse_known_args(words)
-    from rl_tools.trainers import TRAINERS, config_of
+    from rl_tools.trainer_options import TRAINERS
+    from rl_tools.trainers import config_of
 
     pipeline = config_of([arguments.config, *rest], "plan")[1]
     if arguments.config not in TRAINERS:
@@ -223,7 +236,6 @@ def run(words: Sequence[str]) -> int:
         if arguments.workers < 1:
             raise ValueError(f"--workers must be at least 1, got {arguments.workers}")
         pipeline = replace(pipeline, workers=arguments.workers)
-    room = None if arguments.fits is None else _room(arguments.fits)
     pipeline = counted(pipeline)
     source, workload, phases, numbers = print_plan(pipeline, arguments.prompt_tokens, arguments.completion_tokens)
     if not arguments.no_knobs:
@@ -231,8 +243,8 @@ def run(words: Sequence[str]) -> int:
         say("\n".join(["", *knob_lines(changed)]))
         numbers["knobs"] = {knob.option: knob.saves for knob in changed}
     status = 0
-    if room is not None:
-        status = _print_largest(pipeline, source, workload, room, numbers)
+    if arguments.fits is not None:
+        status = _print_largest(pipeline, source, workload, arguments.fits, numbers)
     if arguments.json is not None:
         write_json(arguments.json, numbers)
     return status
@@ -280,11 +292,11 @@ def _room(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise ValueError(f"--fits {error}") from None
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rl-fn plan",
         description="Bytes by phase and component, without loading the model. All further "
         "options are those of rl-fn train.",
@@ -298,7 +310,9 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-tokens", type=int, help="of the longest prompt; needed with --model, whose data is not read"
     )
     parser.add_argument("--completion-tokens", type=int, help="of the longest completion; a policy has its own option")
-    parser.add_argument("--fits", metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much")
+    parser.add_argument(
+        "--fits", type=_room, metavar="24GiB", help="find the most --micro-batch-tokens that fit into so much"
+    )
     parser.add_argument("--no-knobs", action="store_true", help="leave out what other options would save")
     parser.add_argument("--json", type=Path, help="a file for the numbers")
     return parser

@@ -251,6 +251,8 @@ def run(words: Sequence[str]) -> int:
     # A run's file stands for the run.
     folders: list[Path] = [path.parent if path.name == RUN_FILE else path for path in arguments.runs]
     output: Path = arguments.output or folders[0] / "report.html"
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--output {output}: a report is one HTML file; give a name that ends with .html")
     if arguments.watch is None:
         _write(folders, output, arguments.title, None)
         return 0

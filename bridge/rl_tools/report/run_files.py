@@ -12,7 +12,7 @@ from rl_bridge.common.append_log import parsed, read_log
 from rl_bridge.common.json_kinds import Kind, require_kind
 from rl_bridge.common.statistics import running_mean
 from rl_bridge.run.provenance import PROVENANCE
-from rl_bridge.run.records import ABOUT, METRICS, STEP
+from rl_bridge.run.records import ABOUT, METRICS, STEP, kind_of
 
 # The files of a folder.
 
@@ -138,9 +138,11 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """The records of a log; [] where there is no file."""
     records = read_log(file)
     for number, record in enumerate(records, 1):
-        # Steps alone have seconds: one that has lost its stage is no note.
-        is_note = file.name == METRICS and not {"stage", "seconds"} & record.keys()
-        require_kind(record, {} if is_note else KINDS[file.name], f"{file}, line {number}")
+        kind = kind_of(record) if file.name == METRICS else KINDS[file.name]
+        require_kind(record, kind, f"{file}, line {number}")
+    last = file.read_bytes().rpartition(b"\n")[2] if file.exists() else b""
+    if last.strip() and not last.startswith(b"{"):  # What a writer is at work on begins as an object does.
+        parsed(last, f"{file}, line {len(records) + 1}")
     return records
 
 

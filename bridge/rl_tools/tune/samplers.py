@@ -212,33 +212,60 @@ of their ends. A function whose result depends on nothing else makes a study tha
 """
 
 
+_PROPOSALS = (
+    "a function that proposes takes the trial's number and the earlier trials, and returns a mapping of options to "
+    "numbers or texts, as {'optimizer.learning-rate': 1e-5}, or None at the end"
+)
+
+
 class FunctionSampler:
-    """A user's function as a sampler. ``events``: the journal's. ``check`` gets every proposal and may raise."""
+    """A user's function as a sampler. ``events``: the journal's. ``check`` gets every proposal and may raise.
+
+    ``name``: the function in the words of the command line.
+    """
 
     def __init__(
         self,
         propose: Propose,
         events: Sequence[Event] = (),
         check: Callable[[Mapping[str, Value]], None] = lambda _: None,
+        name: str = "the function",
     ) -> None:
-        self._propose, self._events, self._check = propose, events, check
+        self._propose, self._events, self._check, self._name = propose, events, check, name
+
+    def first(self) -> Assignment:
+        """The proposal of a study's first trial.
+
+        Raises:
+            TypeError, ValueError: as for ``ask``; there is none.
+        """
+        proposed = self.ask(0)
+        if proposed is None:
+            raise ValueError(f"{self._name} returned None for the first trial: {_PROPOSALS}")
+        return proposed
 
     def ask(self, number: int) -> Assignment | None:
         """The function's proposal.
 
         Raises:
-            TypeError: neither a mapping nor None.
+            TypeError: neither None nor a mapping of texts to numbers and texts.
+            ValueError: the function failed, or proposed what ``check`` refuses.
         """
         assignments = {event["trial"]: event["assignment"] for event in self._events if event["kind"] == "asked"}
         results = [(event["trial"], result_of(event)) for event in self._events if event["kind"] == "told"]
-        proposed = self._propose(
-            number,
-            [{"trial": trial, "assignment": dict(assignments[trial])} | vars(result) for trial, result in results],
-        )
+        earlier = [{"trial": trial, "assignment": dict(assignments[trial])} | vars(result) for trial, result in results]
+        try:
+            proposed = self._propose(number, earlier)
+        except Exception as error:
+            raise ValueError(
+                f"{self._name} failed for trial {number}: {type(error).__name__}: {error}; {_PROPOSALS}"
+            ) from error
         if proposed is None:
             return None
-        if not isinstance(proposed, Mapping):
-            raise TypeError(f"a function that proposes returns a mapping or None, got {type(proposed).__name__}")
+        if not isinstance(proposed, Mapping) or not all(
+            isinstance(option, str) and isinstance(value, float | int | str) for option, value in proposed.items()
+        ):
+            raise TypeError(f"{self._name} returned {proposed!r:.100} for trial {number}: {_PROPOSALS}")
         values = {name.replace("_", "-"): value for name, value in proposed.items()}
         self._check(values)
         return values

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rl_tools.trainers import TrainerOptions, dashed
+from rl_bridge.run.run_toml import dashed
+from rl_tools.trainer_options import TrainerOptions
 
 Value = float | int | str
 Assignment = dict[str, Value]
@@ -125,7 +126,7 @@ class Space:
 _RANGE = re.compile(r"((?:log:|int:)*)([^.,]+(?:\.[^.,]+)?)\.\.(.+)")
 _NUMBER = r"([-+]?[\d.]*\d(?:e[-+]?\d+)?)"
 _RANGE_ELSEWHERE = re.compile(
-    r"(?:log:|int:)*(?:\w*uniform)?"
+    rf"(?:log:|int:)+{_NUMBER} *, *{_NUMBER}|(?:log:|int:)*(?:\w*uniform)?"
     rf"(?:[(\[] *{_NUMBER} *, *{_NUMBER} *[)\]]|{_NUMBER} *(?:-|:|to|\.{{3,}}) *{_NUMBER})",
     re.IGNORECASE,
 )
@@ -147,7 +148,8 @@ def parse_domain(text: str, *, whole: bool = False) -> Interval | Choice:
     """
     if other := _RANGE_ELSEWHERE.fullmatch(text):
         low, high = filter(None, other.groups())
-        raise ValueError(f"{text!r} is no range: {low}..{high} is one, and {low},{high} a choice")
+        log = "log:" if text.lower().startswith("log") and float(low) > 0 else ""
+        raise ValueError(f"{text!r} is no range: {log}{low}..{high} is one, and {low},{high} a choice")
     match = _RANGE.fullmatch(text)
     if match is None:
         if ".." in text or text.startswith(("log:", "int:")):

@@ -1,24 +1,40 @@
 """``rl-fn tune TRAINER …`` and ``rl-fn tune report STUDY``."""
 
 import argparse
+import difflib
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rl_bridge.common.terminal import remark, say
-from rl_bridge.run.options import in_vain, require_name
-from rl_tools.trainers import TrainerOptions, dashed, options_of
+from rl_bridge.run.options import in_vain, require_name, require_output
+from rl_bridge.run.run_toml import dashed
+from rl_tools.command_words import HELP_ALL
+from rl_tools.number_options import SEEDS, Parser, number, whole
+from rl_tools.trainer_options import TrainerOptions, options_of
 from rl_tools.tune.contents import contents, differences_of
 from rl_tools.tune.goals import Goal, Pruning, parse_constraint, parse_goal
 from rl_tools.tune.journal import Event, Journal, library
-from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Sampler, load_function
+from rl_tools.tune.samplers import SAMPLERS, STARTUP, FunctionSampler, OptunaSampler, Propose, Sampler, load_function
 from rl_tools.tune.scheduler import Plan
-from rl_tools.tune.space import JOINT, Space, corners, plain, read_space, words_of
+from rl_tools.tune.space import JOINT, Assignment, Space, corners, plain, read_space, words_of
 
 SPACE = "--space"
+ELSEWHERE = {
+    **dict.fromkeys(("n-trials", "num-trials", "max-trials", "num-samples", "count"), "trials"),
+    **dict.fromkeys(("n-jobs", "max-concurrent-trials", "max-concurrent", "num-workers"), "parallel"),
+    **dict.fromkeys(("direction", "directions", "metric", "mode", "objective-metric", "goal"), "maximize"),
+    **dict.fromkeys(("search-alg", "algorithm", "method"), "sampler"),
+    **dict.fromkeys(("timeout", "time-budget-s", "max-time"), "time-limit"),
+    **dict.fromkeys(("n-startup-trials", "random-trials"), "startup-trials"),
+    **dict.fromkeys(("study-name", "experiment-name"), "name"),
+    **dict.fromkeys(("storage", "storage-path", "local-dir"), "output"),
+    **{"scheduler": "pruner", "search-space": "space", "load-if-exists": "resume", "max-failures": "retries"},
+}
+"""Names of options in other programs that tune → their names here."""
 TRIALS = 20
 """Trials of a study that says no number, but for a grid."""
 DEFAULTS = {
@@ -37,20 +53,21 @@ def run(words: Sequence[str]) -> int:
     words = list(words)
     if words[:1] == ["report"]:
         return _report(words[1:])
-    from rl_tools import trainers
+    from rl_tools import trainer_options, trainers
 
     command_line = parser()
-    helps = not {"-h", "--help"}.isdisjoint(words)
-    if helps:
+    if not {"-h", "--help", HELP_ALL}.isdisjoint(words):
         command_line.print_help()
+        trainer = words[0] if words[0] in trainer_options.TRAINERS else "TRAINER"
+        say(f"\nall options of the trainer: rl-fn train {trainer} {HELP_ALL}")
         return 0
-    trainer, rest = trainers.expanded(words, without={*trainers.OWN, *_searched(words)})
+    trainer, rest = trainers.expanded(words, without={*trainer_options.OWN, *_searched(words)})
     return _tune(trainer, rest, command_line)
 
 
 def parser() -> argparse.ArgumentParser:
     """The study's own options. All other words are the trainer's."""
-    command_line = argparse.ArgumentParser(
+    command_line = Parser(
         prog="rl-fn tune",
         usage="rl-fn tune {sft,reward-model,preference,policy,RUN.toml} --space.OPTION DOMAIN … [options] "
         "[options of the trainer]\n       rl-fn tune report STUDY",
@@ -70,13 +87,19 @@ def parser() -> argparse.ArgumentParser:
         default="random",
         help="the sampler that proposes the trials, one of Optuna's",
     )
-    add("--sampler-seed", type=int, default=0, help="the same seed proposes the same again")
-    add("--grid-points", type=int, default=3, help="values of each range, for the sampler grid")
-    add("--startup-trials", type=int, help="random ones before a sampler learns (a quarter)")
-    add("--trials", type=int, help=f"assignments that are tried ({TRIALS}; with --sampler grid all combinations)")
-    add("--seeds", type=int, default=1, help="repetitions of each, with --seed 0, 1, …")
-    add("--confirm", type=int, default=0, metavar="N", help="at the end the best trial runs again with N fresh seeds")
-    add("--first-seed", type=int, default=0, help="--seed of the first repetition")
+    add("--sampler-seed", type=whole(0, SEEDS), default=0, help="the same seed proposes the same again")
+    add("--grid-points", type=whole(1), default=3, help="values of each range, for the sampler grid")
+    add("--startup-trials", type=whole(1), help="random ones before a sampler learns (a quarter)")
+    add("--trials", type=whole(1), help=f"assignments that are tried ({TRIALS}; with --sampler grid all combinations)")
+    add("--seeds", type=whole(1), default=1, help="repetitions of each, with --seed 0, 1, …")
+    add(
+        "--confirm",
+        type=whole(0),
+        default=0,
+        metavar="N",
+        help="at the end the best trial runs again with N fresh seeds",
+    )
+    add("--first-seed", type=whole(0, SEEDS), default=0, help="--seed of the first repetition")
     add(
         "--pruner",
         choices=("none", "paired", "asha"),
@@ -85,20 +108,20 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--prune-after",
-        type=int,
+        type=whole(1),
         default=1,
         metavar="STEPS",
         help="no trial is stopped before this step; the first rung of asha",
     )
-    add("--prune-factor", type=int, default=3, help="asha: one of so many trials goes on")
-    add("--prune-pairs", type=int, default=4, help="paired: evaluations in common of each seed, at least")
-    add("--prune-margin", type=float, default=0.0, help="paired: a trial may be worse by so much")
-    add("--parallel", type=int, default=1, help="processes at a time")
+    add("--prune-factor", type=whole(2), default=3, help="asha: one of so many trials goes on")
+    add("--prune-pairs", type=whole(2), default=4, help="paired: evaluations in common of each seed, at least")
+    add("--prune-margin", type=number(least=0), default=0.0, help="paired: a trial may be worse by so much")
+    add("--parallel", type=whole(1), default=1, help="processes at a time")
     add("--devices", default="", help="for CUDA_VISIBLE_DEVICES of the processes in turn: 0,1")
     add("--pin", action="store_true", help="bind each process to its share of the cores")
-    add("--time-limit", type=float, help="seconds after which a process is ended and its trial has failed")
-    add("--retries", type=int, default=2, help="how often a run goes on whose process something else killed")
-    add("--grace", type=float, default=60.0, help="seconds from SIGTERM to SIGKILL")
+    add("--time-limit", type=number(), help="seconds after which a process is ended and its trial has failed")
+    add("--retries", type=whole(0), default=2, help="how often a run goes on whose process something else killed")
+    add("--grace", type=number(least=0), default=60.0, help="seconds from SIGTERM to SIGKILL")
     add("--name", default="tune", help="name of the study's folder")
     add("--output", type=Path, default=Path("runs"), help="the folder of all studies and runs")
     add("--resume", action="store_true", help="go on with the study of this name")
@@ -106,20 +129,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser) -> int:
-    from rl_tools import trainers
+    from rl_tools import trainer_options, trainers
     from rl_tools.tune.study import Study, places, run_study, training_command
     from rl_tools.tune.study_report import write_report
 
     domains, rest = _split(words)
     arguments, fixed = command_line.parse_known_args(rest)
-    default = trainers.load(trainers.TRAINERS[trainer].default)
+    default = trainer_options.load(trainer_options.TRAINERS[trainer].default)
     default = default if isinstance(default, type) else default(fixed)
     options = options_of(default)
     for word in fixed:
         if word.startswith("--"):
-            _require_fixed(word, options)
+            _require_fixed(word, options, command_line)
     prog = f"rl-fn tune {trainer}"
     require_name(arguments.name, arguments.output)
+    require_output(arguments.output, writable=True)
     _require_used(arguments, command_line)
     goals, space, example = _goals(arguments, trainer, domains), None, fixed
     if arguments.space is not None:
@@ -130,18 +154,19 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
         space, parsed = read_space(domains, options, fixed), []
         for corner in corners(space):
             example = words_of(corner, options, fixed)
-            parsed.append(trainers.parse(default, example, prog=prog))
+            parsed.append(_parse_corner(corner, example, default, prog))
     _remark_on_vain(parsed, default() if isinstance(default, type) else default)
 
     def require_known(values: Mapping[str, Any]) -> None:
         for name in values:
             options.require(name)
 
+    propose = None if space is not None else _proposing(arguments, require_known)
+
     def sampler(journal: Journal | None) -> Sampler:
         if space is None:
-            return FunctionSampler(
-                load_function(arguments.space), [] if journal is None else journal.events, require_known
-            )
+            events = [] if journal is None else journal.events
+            return FunctionSampler(cast(Propose, propose), events, require_known, f"{SPACE} {arguments.space}")
         return OptunaSampler(
             arguments.sampler,
             space,
@@ -177,6 +202,35 @@ def _tune(trainer: str, words: list[str], command_line: argparse.ArgumentParser)
     for difference in differences_of(before, reads):
         say(difference)
     return 0 if _succeeded(events, arguments.confirm) else 1
+
+
+def _parse_corner(corner: Assignment, words: Sequence[str], default: Any, prog: str) -> Any:
+    """The config of a trial that has ends of the domains; where it is refused, these are named."""
+    from rl_tools import trainers
+
+    try:
+        return trainers.parse(default, words, prog=prog)
+    except SystemExit:
+        values = ", ".join(f"{SPACE}.{name}: {value}" for name, value in corner.items())
+        say(f"so a trial with these ends of the domains cannot be: {values}", error=True)
+        raise
+
+
+def _proposing(arguments: argparse.Namespace, check: Callable[[Mapping[str, Any]], None]) -> Propose:
+    """The user's function. A new study's first proposal is made here: mistakes show before a folder is made.
+
+    The proposal is taken over, as the function may have a state of its own.
+    """
+    propose = load_function(arguments.space)
+    if arguments.resume:
+        return propose
+    first = FunctionSampler(propose, (), check, f"{SPACE} {arguments.space}").first()
+    return partial(_first_or_next, first, propose)
+
+
+def _first_or_next(first: Any, propose: Propose, number: int, earlier: list[dict[str, Any]]) -> Any:
+    """A function that proposes, whose first proposal is there already."""
+    return first if number == 0 else propose(number, earlier)
 
 
 def _trials(arguments: argparse.Namespace, sampler: Sampler) -> int:
@@ -283,7 +337,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return domains, rest
 
 
-def _require_fixed(word: str, options: TrainerOptions) -> None:
+def _require_fixed(word: str, options: TrainerOptions, command_line: argparse.ArgumentParser) -> None:
     name = word[2:].partition("=")[0].replace("_", "-")
     if name == "dry-run":
         raise ValueError("--dry-run is of one run: rl-fn train has it")
@@ -291,8 +345,20 @@ def _require_fixed(word: str, options: TrainerOptions) -> None:
         raise ValueError(f"--{name} is the study's own: give --seeds and --first-seed, and --resume")
     # --no-packing is the other value of --packing.
     switch = ".".join([*name.split(".")[:-1], name.split(".")[-1].removeprefix("no-")])
-    if switch not in options.kinds:
+    if switch in options.kinds:
+        return
+    try:
         options.require(name)
+    except ValueError:
+        own = [option for action in command_line._actions for option in action.option_strings]
+        near = (
+            [f"--{ELSEWHERE[name]}"] if name in ELSEWHERE else difflib.get_close_matches(f"--{name}", own, cutoff=0.75)
+        )
+        if not near:
+            raise
+        raise ValueError(
+            f"neither rl-fn tune nor the trainer has --{name}; did you mean {' or '.join(near)}? (rl-fn tune --help)"
+        ) from None
 
 
 def _goals(arguments: argparse.Namespace, trainer: str, searched: Mapping[str, str]) -> tuple[Goal, ...]:

@@ -116,8 +116,8 @@ def generated() -> list[Case]:
 def listed() -> list[tuple[str, str, str, tuple[str, ...]]]:
     """(Option, a trainer that has it, its recipe, wrong values) of all options that take numbers, each once."""
     from rl_bridge.pipelines.objective_options import ALGORITHMS
-    from rl_tools.trainers import TRAINERS as TABLE
-    from rl_tools.trainers import load, options_of
+    from rl_tools.trainer_options import TRAINERS as TABLE
+    from rl_tools.trainer_options import load, options_of
     from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 
     made = {k.replace("_", "-"): v for t in (ALGORITHMS, LOSSES, REWARD_MODEL_LOSSES) for k, v in t.items()}

@@ -17,7 +17,7 @@ from rl_bridge.rewards.sources import exact_match
 from rl_bridge.run.run import open_run
 from rl_tools.report.run_files import read_run
 from rl_tools.report.sections import warnings_of
-from rl_tools.trainers import TRAINERS, load
+from rl_tools.trainer_options import TRAINERS, load
 from rl_train.compared import load_comparisons
 from rl_train.preference import PreferencePipeline
 from rl_train.sft import SFTPipeline

@@ -127,6 +127,36 @@ def test_what_has_no_effect_is_refused():
         LoRASource(BASE, 0, 0)
 
 
+TARGETS = ["all-linear", ("q_proj",), ("down_proj", "k_proj")]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_a_rank_beyond_every_targeted_layer_is_refused_with_the_largest(targets):
+    """The sizes are the model's own, on the meta device: nothing is loaded for it."""
+    with torch.device("meta"):
+        weights = LoRASource(BASE, 1, 2, targets).empty().base_model.targeted_module_names
+        modules = dict(BASE.empty().named_modules())
+        widest = max(max(modules[name].weight.shape) for name in weights)
+        assert adapters(LoRASource(BASE, widest, 2, targets).empty())
+        for rank in (widest + 1, 100000):
+            with pytest.raises(ValueError, match=f"a LoRA rank of {rank} is more .* the widest has {widest}: give a"):
+                LoRASource(BASE, rank, 2, targets).empty()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (("all_linear",), r"ends with the LoRA target 'all_linear' \(did you mean all-linear\?\)"),
+        (("ALL-LINEAR",), "no module of .* ends with the LoRA target 'ALL-LINEAR'"),
+        (("q_porj",), r"ends with the LoRA target 'q_porj' \(did you mean q_proj\?\)"),
+        (("q_proj", "all-linear"), "the LoRA target all-linear stands alone: leave the others out, or it"),
+    ],
+)
+def test_a_slip_in_a_target_is_refused_with_the_nearest(targets, message):
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        LoRASource(BASE, 4, 8, targets).empty()
+
+
 def test_without_peft_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ImportError, match=r'LoRA needs peft: pip install "\.\[lora\]"'):

@@ -14,7 +14,7 @@ from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.pipelines.objective_options import ControlOptions, CorrectionOptions, KLOptions
 from rl_bridge.rollout import InProcessRollout
 from rl_bridge.rollout.served.openai import OpenAIEndpoint
-from rl_tools.trainers import TRAINERS, load
+from rl_tools.trainer_options import TRAINERS, load
 
 
 def parts(options):

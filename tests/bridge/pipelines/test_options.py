@@ -12,7 +12,10 @@ import pytest
 
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import ALGORITHMS
-from rl_tools.trainers import TRAINERS, config_of, load, parse
+from rl_bridge.pipelines.placement import workers_left
+from rl_bridge.pipelines.training import LoRAOptions
+from rl_tools.trainer_options import TRAINERS, load
+from rl_tools.trainers import config_of, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
 from rl_train.policy_inputs import rows_of
@@ -244,3 +247,71 @@ def test_usr_18_an_answer_that_cannot_be_compared_is_refused_by_its_row(tmp_path
     made = dataclasses.replace(load(TRAINERS["policy"].default)(), data=str(data), reward=reward)
     with pytest.raises(ValueError, match=r"asked\.jsonl, row 6: .*answer"):
         rows_of(made)
+
+
+@pytest.mark.parametrize("targets", [("q_proj,v_proj",), ("q_proj,", "v_proj"), ("q_proj, v_proj",), "q_proj,v_proj"])
+def test_targets_with_commas_are_refused_with_the_words_that_they_are(targets):
+    with pytest.raises(ValueError, match="target_modules are separated by spaces, as q_proj") as refused:
+        LoRAOptions(rank=4, target_modules=targets)
+    advised = str(refused.value).partition("spaces, as ")[2].partition(", got")[0]
+    assert LoRAOptions(rank=4, target_modules=tuple(advised.split(" "))).target_modules[0] == "q_proj"
+
+
+@pytest.mark.parametrize("rate", [1e-60, 1e-300, 1e-39, 5e-324])
+def test_a_rate_at_which_no_weight_moves_is_refused(rate):
+    with pytest.raises(ValueError, match=r"learning_rate must be at least 1.175e-38, float32's smallest normal number"):
+        OptimizerConfig(learning_rate=rate)
+    assert OptimizerConfig(learning_rate=1.2e-38).learning_rate == 1.2e-38
+
+
+ENDLESS = [{"epochs": 1e30}, {"epochs": 2e8}, {"steps": 10**9 + 1}, {"steps": 2**62}]
+SUPERVISED = [name for name in TRAINERS if name != "policy"]
+
+
+@pytest.mark.parametrize("endless", ENDLESS, ids=str)
+@pytest.mark.parametrize("trainer", SUPERVISED)
+def test_a_run_that_never_ends_is_refused_with_its_number_of_steps(trainer, endless):
+    options = load(TRAINERS[trainer].default)(rows_per_step=2, **endless)
+    steps = endless.get("steps") or math.ceil(endless["epochs"] * 20 / 2)
+    with pytest.raises(ValueError, match=rf"^--{next(iter(endless))} .*: a run of {re.escape(f'{steps:.4g}')} steps"):
+        options.steps_for(20)
+    assert load(TRAINERS[trainer].default)(rows_per_step=2, epochs=1e8).steps_for(20) == 10**9
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_rollout_with_all_workers_to_itself_is_refused_with_the_numbers_to_give(workers):
+    for apart in range(workers):
+        assert workers_left(workers, apart) == workers - apart
+    for apart in (workers, workers + 3):
+        with pytest.raises(ValueError) as refused:
+            workers_left(workers, apart)
+        message = (
+            f"--asynchronous.rollout-workers {apart}: of the executor's {workers} workers none is left that trains"
+        )
+        assert message in str(refused.value) and f"--executor ray --workers {apart + 1}" in str(refused.value)
+
+
+def test_a_run_asks_whether_a_worker_is_left():
+    options = policy(["--asynchronous.max-staleness", "1"])
+    beside = dataclasses.replace(options.asynchronous, max_staleness=1, rollout_workers=1)
+    with pytest.raises(ValueError, match=r"--asynchronous.rollout-workers 1: of the executor's 1 workers none is left"):
+        dataclasses.replace(options, asynchronous=beside).shared()
+
+
+CLIPPED = [name for name, kind in ALGORITHMS.items() if "clip_low" in {each.name for each in dataclasses.fields(kind)}]
+BY_LOGARITHMS = ("gmpo",)
+"""Algorithms whose clip is of a logarithm, which has no least value."""
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_a_clip_from_below_that_no_ratio_reaches_is_refused(name):
+    assert len(CLIPPED) >= 8 and set(BY_LOGARITHMS) < set(CLIPPED)
+    for clip in (0.2, 1.0):
+        assert ALGORITHMS[name](clip_low=clip).build()
+    for clip in (1.0001, 1.5, 1e9):
+        if name in BY_LOGARITHMS:
+            assert ALGORITHMS[name](clip_low=clip).build()
+        else:
+            with pytest.raises(ValueError) as refused:
+                ALGORITHMS[name](clip_low=clip).build()
+            assert str(refused.value).startswith(f"--objective.clip-low must be at most 1, got {clip:g}: no ratio")

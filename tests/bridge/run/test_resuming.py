@@ -26,6 +26,8 @@ from rl_bridge.run.run import Run
 from tests.support.counting_run import DATA, Optimizer, Options, go
 from tests.support.reward_batches import trajectories
 
+TRAINERS = ("sft", "reward-model", "preference", "policy")
+
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -180,6 +182,37 @@ def test_a_run_killed_before_anything_was_written_can_be_resumed(tmp_path, made)
     assert len(go(folder, resume=True)) == 6
     assert json.loads((folder / "config.json").read_text())["seed"] == 0
     assert not list(folder.glob("*.tmp")) and not list(folder.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("anyway", [False, True])
+@pytest.mark.parametrize("before", [*TRAINERS, "one of later"])
+def test_a_run_of_another_trainer_is_refused_with_that_trainer(tmp_path, before, anyway):
+    """Every option of both was named as one that had changed."""
+    folder = tmp_path / "run"
+    go(folder, until=4)
+    (folder / "run.toml").write_text(f'trainer = "{before}"\n')
+    written = content(folder)
+    for now in TRAINERS:
+        options = dataclasses.make_dataclass("Now", [], bases=(Options,), namespace={"trainer": now}, frozen=True)()
+        message = f"{folder} is a run of the trainer {before}, and this is {now}: give rl-fn train {before} … --resume"
+        if before != now:
+            with pytest.raises(ValueError) as refused:
+                go(folder, options, resume=True, resume_anyway=anyway)
+            assert str(refused.value) == f"{message}, or another --name"
+            assert {path: text for path, text in content(folder).items() if path in written} == written
+    go(folder, resume=True)
+
+
+@pytest.mark.parametrize("slip", ["frist", "firs", "first-1", "First"])
+def test_a_run_that_is_not_there_is_refused_with_the_name_nearest_to_it(tmp_path, slip):
+    go(tmp_path / "first", until=2)
+    (tmp_path / "firsts").mkdir()
+    (tmp_path / "firsts" / "photo.jpg").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"there is no such run; did you mean --name first\?$"):
+        go(tmp_path / slip, resume=True)
+    with pytest.raises(ValueError, match=r"there is no such run$"):
+        go(tmp_path / "other", resume=True)
+    assert not (tmp_path / slip).exists()
 
 
 def test_a_folder_of_somebody_else_is_no_run(tmp_path):

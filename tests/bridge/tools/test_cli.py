@@ -20,9 +20,10 @@ from rl_bridge.checkpoints import CheckpointError
 from rl_bridge.common.terminal import StopRequest
 from rl_bridge.executors.executor import WorkerDied, worker_error
 from rl_bridge.run.run import Stopped
-from rl_tools import cli, trainers
+from rl_tools import cli
 from rl_tools.cli import main, report
-from rl_tools.trainers import parse
+from rl_tools.trainer_options import TRAINERS, load
+from rl_tools.trainers import config_of, parse
 from rl_train.policy_configs import policy, quickstart
 
 REFUSED = {
@@ -45,7 +46,7 @@ REFUSED = {
     "seed": (["--seed", "-1"], "seed must be from 0 to 2³² − 1, got -1"),
     "of the objective": (["--objective.kl.coef", "nan"], "--objective.kl.coef must be a number, got nan"),
     "seed of sampling": (["--policy.sampling.seed", "1"], "policy.sampling.seed"),
-    "output": (["--output"], "Missing value for argument '--output'"),
+    "output": (["--output"], "--output needs a value behind it"),
 }
 
 
@@ -78,7 +79,7 @@ def test_what_a_loss_file_prints_is_on_the_terminal_once(end, tmp_path, capsys):
     line, words, error = ENDS[end]
     (tmp_path / "own.py").write_text(OWN_LOSS.format(line))
     with contextlib.nullcontext() if error is None else pytest.raises(error):
-        trainers.config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
+        config_of(["policy", "--objective.loss", f"{tmp_path / 'own.py'}:f", *words], "train")
     printed = capsys.readouterr().err
     assert printed.startswith(f"a hint {id(sys.stderr)}\n") and printed.count("a hint") == 1
     assert printed.count("rl-fn: error: ") == (error is SystemExit) and "╭" not in printed
@@ -250,7 +251,7 @@ def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
 
 
 MISSPELT = {
-    "trian policy": "unknown command 'trian': did you mean train?",
+    "trian policy": "unknown command 'trian': did you mean rl-fn train?",
     "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
     "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
@@ -259,7 +260,7 @@ MISSPELT = {
     "train policy --polcy.steps 1": "--polcy.steps: did you mean --policy.steps",
     "train policy --policy.responses-per-prompt 8": "--policy.responses-per-prompt: did you mean --policy.sampling.n?",
     "train policy --policy.sampling.seed 3": "--policy.sampling.seed: did you mean --seed?",
-    "train sft --packing True": "",
+    "train sft --packing True": "--packing takes no value",
     "train sft --sft.steps 3": "--sft.steps: did you mean --steps",
     "train reward-model --reward-model.rows-per-step 3": "--reward-model.rows-per-step: did you mean --rows-per-step?",
     "train preference --preference.evaluate-every 3": "--preference.evaluate-every: did you mean --evaluate-every?",
@@ -332,8 +333,8 @@ def finished(*_):
 
 
 def test_every_trainer_of_the_table_is_there_with_a_default():
-    for name, trainer in trainers.TRAINERS.items():
-        default = trainers.load(trainer.default)
+    for name, trainer in TRAINERS.items():
+        default = load(trainer.default)
         config = default()
-        assert callable(trainers.load(trainer.run)), name
+        assert callable(load(trainer.run)), name
         assert config.resume is False and config.name, name

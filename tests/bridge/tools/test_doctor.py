@@ -90,3 +90,11 @@ def test_room_that_is_too_small_is_named_with_a_remedy(monkeypatch, tmp_path, fr
         return
     assert "rl-fn plan" in found["memory"] and found["open files"].startswith("ulimit -n 4096")
     assert "another --output" in found[f"disk of {tmp_path / 'not' / 'there'}"] and found["/dev/shm"] is not None
+
+
+@pytest.mark.parametrize("below", ["", "runs"])
+def test_an_output_that_is_no_folder_is_refused(below, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text("content")
+    assert main(["doctor", "--output", str(tmp_path / "rows.jsonl" / below)]) == 1
+    shown = capsys.readouterr()
+    assert f"--output {tmp_path / 'rows.jsonl'}" in shown.err and "give a folder" in shown.err and not shown.out

@@ -11,7 +11,7 @@ import pytest
 
 from rl_tools import option_help
 from rl_tools.cli import COMMANDS, main
-from rl_tools.trainers import TRAINERS, load, options_of
+from rl_tools.trainer_options import TRAINERS, load, options_of
 
 
 def completed(words: list[str]) -> list[str]:

@@ -1,6 +1,9 @@
 """rl-fn quantize, as it is typed."""
 
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +13,9 @@ from rl_bridge.models.compressed_tensors import write_checkpoint
 from rl_bridge.models.model_source import PretrainedSource
 from rl_bridge.rollout.inside_vllm.flashrl import settings_of
 from rl_bridge.weights.source import LAYOUTS
+from rl_tools import doctor
 from rl_tools.cli import main
-from rl_tools.quantize import read_prompts, weight_errors
+from rl_tools.quantize import parser, read_prompts, weight_errors
 
 
 @pytest.fixture
@@ -143,6 +147,51 @@ def test_what_cannot_be_measured_is_refused(command, folder, tmp_path, words, me
     status, _, err = command(*(named.get(word, word) for word in words))
     assert status == 1
     assert message in err
+
+
+NO_NUMBERS = ("nan", "inf", "-inf", "-1", "0.0.1", "one", "")
+NUMBERS = [
+    (command, action.option_strings[-1], action.option_strings[-1] in ("--seed", "--most"))
+    for command, each in parser()._subparsers._group_actions[0].choices.items()
+    for action in each._actions
+    if action.type not in (None, Path)
+]
+"""Command, option, and whether the option takes 0: all options whose values are not taken as they are."""
+
+
+@pytest.mark.parametrize(("name", "option", "takes_zero"), NUMBERS)
+def test_a_number_without_sense_is_refused_by_its_option(name, option, takes_zero, capsys):
+    for value in (*NO_NUMBERS, *(() if takes_zero else ("0",))):
+        with pytest.raises(SystemExit, match="2"):
+            parser().parse_args([name, "-m", "M", option, value])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert re.fullmatch(rf"rl-fn quantize {name}: error: argument {option}: expected a \w+ .+, got {value!r}", said)
+    if takes_zero:
+        assert vars(parser().parse_args([name, "-m", "M", option, "0"]))[option[2:]] == 0
+
+
+def test_numbers_are_read_everywhere():
+    assert len(NUMBERS) == 6
+
+
+@pytest.mark.parametrize("content", ["é=\n".encode("latin-1"), b"\xff\xfe1\0", b"\x80\x02]q\0."])
+@pytest.mark.parametrize("before", [0, 2])
+def test_prompts_that_are_no_text_name_the_file_and_the_line(command, before, content, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b'{"prompt": "1+1="}\n' * before + content)
+    status, _, err = command("verify", "-m", "M", "--prompts", path)
+    assert status == 1 and err.startswith(
+        f"rl-fn: error: {path}, line {before + 1} is no text in UTF-8: --prompts takes"
+    )
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_the_way_to_install_it(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    status, _, err = command("verify", "-m", "M", "--prompts", "no file", "--engine", "vllm")
+    assert status == 1 and "--engine vllm: vllm is not installed" in err
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    for finding in doctor.packages():
+        assert (finding.remedy is not None and finding.remedy in err) == finding.name.startswith("vllm")
 
 
 BAD_ROWS = {"no JSON": "{'prompt': 1}", "no prompt": '{"answer": "2"}', "no object": "[1]", "no text": '{"prompt": 3}'}

@@ -12,7 +12,8 @@ from rl_bridge.common.terminal import remarks
 from rl_bridge.models.small import TinySource
 from rl_bridge.run.run_toml import RUN_FILE, toml_of
 from rl_tools.cli import main
-from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of
+from rl_tools.trainer_options import TRAINERS, load, options_of
+from rl_tools.trainers import config_of, expanded
 from rl_train.policy_configs import quickstart
 
 SMALL = {
@@ -90,7 +91,7 @@ NOT_ONE = {
     "runs/nothere": "'runs/nothere' is no trainer (sft, ",
     "rows.jsonl": "'rows.jsonl' is no trainer (sft, ",
     "polcy": "no folder with run.toml; did you mean policy?",
-    "--seed=1 sft": "give a trainer, one of sft, ",
+    "--seed=1 sft": "give a trainer or run file in front of all options: sft --seed=1",
 }
 
 

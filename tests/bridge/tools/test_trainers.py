@@ -9,7 +9,8 @@ import pytest
 
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_bridge.run.run_toml import RUN_FILE, is_fixed, toml_of
-from rl_tools.trainers import TRAINERS, config_of, expanded, load, options_of, parse
+from rl_tools.trainer_options import TRAINERS, load, options_of
+from rl_tools.trainers import config_of, expanded, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
 from rl_train.preference import PreferencePipeline

@@ -213,7 +213,7 @@ def test_a_record_of_another_kind_is_named_with_its_place(trainer, output, name,
     edited = {"a text": 7 if name == "stage" else "x"}.get(odd, ODD[odd])
     lines[1][name] = edited
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match=rf"metrics\.jsonl, byte \d+: {name} is .+: expected (text|a (finite|whole))"):
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl, line 2: {name} is .+: expected (text|a (finite|whole))"):
         export(trainer.folder, ExportOptions(to="tensorboard", output=output))
 
 
@@ -253,7 +253,7 @@ def test_a_step_without_its_stage_is_not_left_out(trainer, output):
     trainer.step(3)
     file = trainer.folder / "metrics.jsonl"
     file.write_text(file.read_text().replace('"stage": "sft", ', "", 1))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, byte 0 has no stage: expected text"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 1 has no stage: expected text"):
         export(trainer.folder, ExportOptions(to="tensorboard", output=output))
 
 

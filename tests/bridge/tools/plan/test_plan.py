@@ -135,3 +135,25 @@ def test_the_rehearsal_of_a_draw_from_many_allowed_tokens_ends():
 def test_what_is_no_amount_is_refused(text: str):
     with pytest.raises(ValueError, match="no amount of memory"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", ["-1GiB", "-1", "0", "0GiB", "nan", "-inf", "24XB", "24 pounds", "GiB", ""])
+def test_room_that_is_no_amount_is_refused_before_anything_is_read(value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        rl_fn_plan(["no trainer", "--fits", value])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"rl-fn plan: error: argument --fits: {value!r} is no amount of memory: write it like 24GiB")
+
+
+@pytest.mark.parametrize(
+    ("trainer", "prompt", "completion"), [("sft", 99999, 3), ("sft", 6, 600), ("preference", 510, 3)]
+)
+def test_lengths_beyond_the_model_s_positions_are_refused_by_their_options(trainer, prompt, completion, tmp_path):
+    source = TinySource(vocabulary=20, layers=1)
+    with torch.device("meta"):
+        source.empty().config.save_pretrained(tmp_path)
+    words = [trainer, "--model", str(tmp_path), "--prompt-tokens", str(prompt), "--completion-tokens", str(completion)]
+    with pytest.raises(ValueError) as refused:
+        rl_fn_plan([*words, "--no-knobs"])
+    assert f"--prompt-tokens {prompt} and --completion-tokens {completion} are a row of" in str(refused.value)
+    assert "positions: give fewer" in str(refused.value) and "conversations" not in str(refused.value)

@@ -61,6 +61,12 @@ DAMAGES = {
         r'metrics\.jsonl, line 2: reward is "0\.5": expected a number or a boolean or null',
     ),
     "a step without its stage": ("metrics.jsonl", 2, '{"step": 1, "seconds": 1.5}', r"line 2 has no stage"),
+    "a note of no step": (
+        "metrics.jsonl",
+        2,
+        '{"step": "a", "loss": "b"}',
+        r'line 2: step is "a": expected a whole number',
+    ),
     "an option": ("config.json", 1, '{"seed": ', r"config\.json, line 2 is damaged"),
 }
 
@@ -74,6 +80,25 @@ def test_damage_is_named(tmp_path, capsys, name):
         read_run(folder)
     assert main(["report", str(folder)]) == 1
     assert file in capsys.readouterr().err and not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("last", [b"\x80\x81", b"x", b"[1, 2]", b"3 lines", b"null"])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_last_line_that_no_writer_is_at_work_on_is_damage(tmp_path, steps, last):
+    """A record is written from its brace on: the report said that no step was recorded yet."""
+    folder = write_run(tmp_path / "a", steps=steps, finished=False)
+    file = folder / "metrics.jsonl"
+    file.write_bytes((file.read_bytes() if steps else b"") + last)
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl, line {steps + 1} is damaged"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("name", ["x.pdf", "x", "x.html.gz", "x.json", ".", "folder"])
+def test_a_report_of_another_kind_than_html_is_refused(tmp_path, capsys, name):
+    folder, output = write_run(tmp_path / "a", steps=2), tmp_path / name
+    assert main(["report", str(folder), "--output", str(output)]) == 1
+    assert f"--output {output}: a report is one HTML file; give a name that ends with .html" in capsys.readouterr().err
+    assert not output.is_file()
 
 
 ODD = {

@@ -1,5 +1,6 @@
 """Names of the trainers' own options, and the words of a trial."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from rl_bridge.run.options import RunOptions
 from rl_tools import trainers
 from rl_tools.cli import main
-from rl_tools.trainers import options_of
+from rl_tools.trainer_options import TRAINERS, options_of
 from rl_tools.tune.space import Interval, corners, read_space, words_of
-from rl_tools.tune.tune_command import run
+from rl_tools.tune.tune_command import ELSEWHERE, parser, run
 from rl_train.policy_configs import quickstart
 from rl_train.preference import PreferencePipeline
 
@@ -137,18 +138,8 @@ FALSE_SETTINGS = {
     "--minimize kl:best --minimize kl:best": "the goal kl:best is there twice",
     "--constraint kl<=nan": "constraint 'kl<=nan': the bound is a finite number, got nan",
     "--constraint kl>=inf": "the bound is a finite number, got inf",
-    "--time-limit nan": "--time-limit is a finite number of seconds above 0, got nan",
-    "--time-limit 0": "--time-limit is a finite number of seconds above 0, got 0",
-    "--time-limit -3": "--time-limit is a finite number of seconds above 0, got -3",
-    "--time-limit inf": "--time-limit is a finite number of seconds above 0, got inf",
-    "--grace nan": "--grace is a finite number of seconds from 0 on, got nan",
-    "--grace -1": "--grace is a finite number of seconds from 0 on, got -1",
-    "--grace inf": "--grace is a finite number of seconds from 0 on, got inf",
-    "--sampler-seed -1": "need --sampler-seed ≥ 0",
-    "--sampler grid --grid-points 0": "--grid-points ≥ 1, got 0 and 0",
     "--sampler tpe --trials 4 --startup-trials 4": "every trial is random, and the sampler tpe never learns",
     "--pruner asha --minimize tokens": "tokens is of a whole run: give another goal, or --pruner none",
-    "--pruner paired --seeds 3 --prune-margin nan": "a finite margin ≥ 0",
     "--devices 0,,1 --parallel 3": "got '0,,1'",
     "--devices 0,1": "at most one device for each process (--parallel 1)",
     "--space.policy.steps+held-out 1+4,2+8": "--policy.steps is searched twice",
@@ -207,19 +198,146 @@ def test_a_setting_of_a_sampler_is_refused_beside_a_function_that_proposes(words
     assert str(refused.value) == f"{words} has no effect with --space math:floor, which proposes all trials"
 
 
-@pytest.mark.parametrize("seed", ["-1", "99999999999999999999"])
-def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(seed, tmp_path, capsys):
+def test_a_seed_that_the_trainer_refuses_is_refused_before_a_folder_is_made(tmp_path, capsys):
     """Each run would refuse the seed, and the study would be one of failed trials."""
+    words = ["--space.policy.steps", "1..3", "--first-seed", "4294967295", "--seeds", "2"]
     with pytest.raises(SystemExit, match="2"):
-        run(["policy", "--space.policy.steps", "1..3", "--first-seed", seed, "--output", str(tmp_path / "runs")])
+        run(["policy", *words, "--output", str(tmp_path / "runs")])
     said = capsys.readouterr().err
     assert "seed" in said and "all options: rl-fn train policy --help-all" in said and not (tmp_path / "runs").exists()
+
+
+TAKES_ZERO = ("--sampler-seed", "--first-seed", "--confirm", "--prune-margin", "--retries", "--grace")
+WORDS = (None, Path)
+"""Types of options that take any word."""
+NUMBERS = [action.option_strings[0] for action in parser()._actions if action.type not in WORDS]
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_a_number_without_sense_is_refused_by_its_option(option, tmp_path, capsys):
+    assert len(NUMBERS) == 15
+    for value in ("nan", "inf", "-inf", "-1", "one", "1.0.0", "", *(() if option in TAKES_ZERO else ("0",))):
+        with pytest.raises(SystemExit, match="2"):
+            run(["policy", "--space.policy.steps", "1..3", option, value, "--output", str(tmp_path / "runs")])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith(f"rl-fn tune: error: argument {option}: expected a ") and said.endswith(f"got {value!r}")
+    if option in TAKES_ZERO:
+        assert vars(parser().parse_args([option, "0"]))[option[2:].replace("-", "_")] == 0
+    assert not (tmp_path / "runs").exists()
+
+
+def slips(option):
+    """An option with a letter less, two letters in the other order, and an underscore."""
+    name = option[2:]
+    return {f"--{name[:-1]}", f"--{name[:2]}{name[3:2:-1]}{name[2]}{name[4:]}", f"{option}s", option.replace("-", "_")}
+
+
+OWN = [action.option_strings[-1] for action in parser()._actions if len(action.option_strings[-1]) > 7]
+
+
+@pytest.mark.parametrize("option", OWN)
+def test_a_slip_in_an_option_of_the_study_is_refused_with_that_option(option):
+    for slip in slips(option) - {f"{option.replace('-', '_')}", *OWN}:
+        with pytest.raises(ValueError, match=r"neither rl-fn tune nor the trainer has") as refused:
+            run(["sft", "--space.steps", "1..3", slip, "3"])
+        assert re.search(rf"did you mean .*{option}\b", str(refused.value)), slip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_an_option_of_another_tuner_is_refused_with_the_one_that_it_is_here(name):
+    here = f"--{ELSEWHERE[name]}"
+    assert any(here in action.option_strings for action in parser()._actions)
+    for word in (f"--{name}", f"--{name}=3", f"--{name.replace('-', '_')}"):
+        with pytest.raises(ValueError) as refused:
+            run(["sft", "--space.steps", "1..3", word, "3"])
+        assert str(refused.value).endswith(f"has --{name}; did you mean {here}? (rl-fn tune --help)")
+
+
+@pytest.mark.parametrize("trainer", [*TRAINERS, None])
+@pytest.mark.parametrize("word", ["--help-all", "--help", "-h"])
+def test_help_is_the_study_s_and_says_where_the_trainer_s_is(word, trainer, capsys):
+    assert main(["tune", *([trainer] if trainer else []), word]) == 0
+    said = capsys.readouterr().out
+    assert "--space MODULE:FUNCTION" in said
+    assert said.splitlines()[-1] == f"all options of the trainer: rl-fn train {trainer or 'TRAINER'} --help-all"
+
+
+@pytest.mark.parametrize("below", ["", "deeper", "deeper/still"])
+@pytest.mark.parametrize(
+    "function", [lambda output: RunOptions(output=output), lambda output: study_named("x", output)]
+)
+def test_an_output_that_is_a_file_or_lies_under_one_is_refused(function, below, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("content")
+    output = tmp_path / "rows.jsonl" / below
+    with pytest.raises(ValueError) as refused:
+        function(output)
+    where = f"lies under the file {tmp_path / 'rows.jsonl'}" if below else "is a file"
+    assert str(refused.value) == f"--output {output} {where}; give a folder"
+    assert (tmp_path / "rows.jsonl").read_text() == "content"
+
+
+@pytest.mark.parametrize(
+    ("option", "domain", "end"),
+    [
+        ("optimizer.learning-rate", "-1e-3..1e-3", "-0.001"),
+        ("optimizer.final", "0.5..2", "2.0"),
+        ("held-out", "-4,4", "-4"),
+    ],
+)
+def test_an_end_that_the_option_refuses_is_named(option, domain, end, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(["sft", f"--space.{option}", domain, "--output", str(tmp_path / "runs")])
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"so a trial with these ends of the domains cannot be: --space.{option}: {end}"
+    assert not (tmp_path / "runs").exists()
+
+
+RETURNS = {
+    "an int": "3",
+    "a list": "[1, 2]",
+    "a text": "'steps'",
+    "None": "None",
+    "numbers as names": "{1: 2}",
+    "a list as a value": "{'steps': [1, 2]}",
+    "None as a value": "{'steps': None}",
+    "a failure": "set(number)",
+}
+
+
+@pytest.mark.parametrize("kind", RETURNS)
+def test_a_function_that_returns_no_proposal_is_refused_before_a_folder_is_made(kind, monkeypatch, tmp_path):
+    monkeypatch.setattr("rl_tools.tune.study.run_study", lambda study, resume: pytest.fail("the study began"))
+    (tmp_path / "mine.py").write_text(f"def f(number, told):\n    return {RETURNS[kind]}\n")
+    place = f"{tmp_path / 'mine.py'}:f"
+    with pytest.raises((ValueError, TypeError)) as refused:
+        run(["sft", "--space", place, "--output", str(tmp_path / "runs")])
+    said = str(refused.value)
+    assert said.startswith(f"--space {place} ") and "returns a mapping of options to numbers or texts" in said
+    assert ("failed for trial 0: TypeError" in said) == (kind == "a failure") and not (tmp_path / "runs").exists()
+
+
+def test_a_function_with_a_state_is_not_called_twice_for_its_first_proposal(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "rest = [{'steps': 1}, {'steps': 2}]\ndef f(number, told):\n    return rest.pop(0)\n"
+    )
+    proposed = []
+
+    def to_its_end(study, resume):
+        sampler = study.sampler(None)
+        proposed.extend(sampler.ask(number) for number in range(2))
+        return [{"kind": "study", "space": "", "goals": []}]
+
+    monkeypatch.setattr("rl_tools.tune.study.run_study", to_its_end)
+    monkeypatch.setattr("rl_tools.tune.study_report.write_report", lambda folder: [])
+    monkeypatch.setattr("rl_tools.tune.tune_command._succeeded", lambda events, confirm: True)
+    assert run(["sft", "--space", f"{tmp_path / 'mine.py'}:f", "--output", str(tmp_path)]) == 0
+    assert proposed == [{"steps": 1}, {"steps": 2}]
 
 
 @pytest.mark.parametrize("words", [[], ["--space.steps", "1..3", "sft"]], ids=["nothing", "a trainer behind options"])
 def test_a_command_without_a_trainer_in_front_is_no_success(words, capsys):
     assert main(["tune", *words]) == 2
-    assert "give a trainer, one of sft, reward-model" in capsys.readouterr().err
+    assert "give a trainer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["failed", "complete"], 0), (["failed", "pruned"], 1)])

@@ -191,7 +191,9 @@ def test_a_function_proposes(tmp_path):
         {"kind": "told", "trial": 0, "status": "failed", "losses": None, "violations": []},
     ]
     assert sampler.ask(2) == {"optimizer.learning-rate": 5e-4} and sampler.ask(3) is None
-    with pytest.raises(TypeError, match="returns a mapping or None, got int"):
+    with pytest.raises(
+        TypeError, match=r"the function returned 3 for trial 0: a function that proposes takes .* and returns a mapping"
+    ):
         FunctionSampler(load_function(f"{tmp_path / 'mine.py'}:wrong")).ask(0)
     for place, message in {"x": "is named module:function", "no_such_module:f": "there is no module"}.items():
         with pytest.raises(ValueError, match=message):

@@ -62,17 +62,18 @@ OTHERWISE = (
     "({}, {})",
     "{}-{}",
 )
-OTHERWISE += ("{}:{}", "{} to {}")
+OTHERWISE += ("{}:{}", "{} to {}", "log:{},{}", "log:{}-{}", "int:{}, {}")
 
 
 @pytest.mark.parametrize("form", OTHERWISE)
 @pytest.mark.parametrize("ends", [("1e-5", "1e-3"), ("0.5", "1.5"), ("1", "8"), ("-1", "1"), ("2", "1E1")])
 def test_a_range_as_other_programs_write_it_is_refused_with_the_range_that_it_is(form, ends):
     low, high = ends
+    log = form.lower().startswith("log") and float(low) > 0
     with pytest.raises(ValueError, match=r"is no range: ") as refused:
         parse_domain(form.format(*ends))
     ours = re.search(r"is no range: (\S+) is one, and (\S+) a choice", str(refused.value))
-    assert ours is not None and parse_domain(ours[1]) == Interval(float(low), float(high))
+    assert ours is not None and parse_domain(ours[1]) == Interval(float(low), float(high), log=log)
     assert parse_domain(ours[2]) == Choice(ends)
 
 
