@@ -294,7 +294,7 @@ def _recipes(hint: Any) -> dict[str, type]:
 
 
 def in_words(kind: Any) -> str:
-    """What a value of an option's type is, in words."""
+    """The values that an option's type has, in words."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return " or ".join(map(repr, parts))

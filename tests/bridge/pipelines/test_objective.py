@@ -69,7 +69,8 @@ def other(name, default):
         return not default
     if isinstance(default, int):
         return default + 1
-    return (0.5, 2.0) if name == "weights" else 3.0 if default is None else default * 0.5 if default else 0.25
+    absent = 0.75 if name == "clip_low" else 3.0  # a clip from below by more than 1 is refused
+    return (0.5, 2.0) if name == "weights" else absent if default is None else default * 0.5 if default else 0.25
 
 
 @pytest.mark.parametrize(
