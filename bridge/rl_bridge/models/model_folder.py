@@ -172,8 +172,8 @@ def _without_config(folder: Path) -> str:
             return f"it is a folder in the run {run}, and {_export_of(run)}"
         if runs := sorted(inside for inside in folder.iterdir() if _is_run(inside)):
             models = [str(run / "model") for run in runs if (run / "model").is_dir()]
-            shown = ", ".join(models[:SHOWN]) + (f" and {len(models) - SHOWN} more" if len(models) > SHOWN else "")
-            return f"it is a folder of runs; their models are {shown or 'not there yet'}"
+            listed = ", ".join(models[:SHOWN]) + (f" and {len(models) - SHOWN} more" if len(models) > SHOWN else "")
+            return f"it is a folder of runs; their models are {listed or 'not there yet'}"
         return f"the folder has no {CONFIG}"
     about = json.loads((folder / OWN).read_text("utf-8"))
     return (

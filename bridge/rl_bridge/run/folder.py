@@ -94,7 +94,7 @@ class Opened:
     """The driver's state in that checkpoint."""
     identity: dict[str, Any]
     """Options and fingerprints of the run, which the next checkpoints have."""
-    made: bool = False
+    is_new: bool = False
     """Whether the folder was made for this run, and not there before."""
 
     def unmake(self, folder: Path) -> bool:
@@ -104,7 +104,7 @@ class Opened:
         """
         names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
         others = [name for name in names if name not in BEGUN and not name.startswith(EVENTS)]
-        if not self.made or others:
+        if not self.is_new or others:
             return False
         for path in sorted((folder / name for name in names), reverse=True):  # what is in a folder before it
             path.rmdir() if path.is_dir() else path.unlink()
@@ -127,7 +127,7 @@ def begin_or_resume(
         ValueError: see ``Run``.
     """
     new = not (resume or anyway)
-    made = new and not folder.exists()
+    is_new = new and not folder.exists()
     if new:
         folder.mkdir(parents=True, exist_ok=True)
         _require_empty(folder)
@@ -143,7 +143,7 @@ def begin_or_resume(
         if new:  # Another process may have had the lock a moment ago.
             _require_empty(folder)
         opened = _open(folder, config, checkpointer, fingerprints, lock, resume=resume or anyway, anyway=anyway)
-        return replace(opened, made=made)
+        return replace(opened, is_new=is_new)
     except BaseException:
         lock.release()
         raise
