@@ -129,7 +129,7 @@ def _no_option(name: str, values: Sequence[str], options: TrainerOptions) -> str
         recipe = (
             value if value in recipes else next(iter(options.near_recipes(holder, value)), options.defaults[holder])
         )
-        return f"--{name}: write {holder}:{recipe}, one word without dashes in front ({holder}s: {', '.join(recipes)})"
+        return f"--{name}: write {holder}:{recipe}, one word without dashes in front (there are {', '.join(recipes)})"
     return did_you_mean(f"--{name}", [f"--{other}" for other in near])
 
 
