@@ -145,7 +145,7 @@ IN_VAIN = [
 
 @pytest.mark.parametrize(("trainer", "others", "given"), IN_VAIN, ids=[f"{t} {o} {g}" for t, o, g in IN_VAIN])
 def test_an_option_in_vain_is_remarked_on(trainer, others, given, capsys):
-    """The command's own default values pass beside the same options: nobody has given them."""
+    """USR-9. The command's own default values pass beside the same options: nobody has given them."""
 
     def remarks(*words):
         _, options = config_of([trainer, *words, *others.split()], "train")

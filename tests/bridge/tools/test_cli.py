@@ -52,6 +52,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED.values(), ids=list(REFUSED))
 def test_an_option_that_cannot_be_is_refused_by_name_before_anything_runs(words, capsys):
+    """USR-15: it was found late, and the folder of a run was left."""
     given, message = words
     with pytest.raises(SystemExit) as stopped:
         parse(quickstart(), given, prog="rl-fn train policy")
