@@ -24,6 +24,8 @@ Reader = Callable[..., Iterable[Mapping[str, Any]]]
 """A function without arguments, or of the split's name, that yields or returns rows as dicts."""
 RowSource = str | Reader | Iterable[Mapping[str, Any]]
 """The rows of a run: a name that ``read_rows`` knows, a reader, or rows in hand."""
+MOST = 1_000_000
+"""Rows of a source without a length, such as a generator: one that never ends would fill the memory."""
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)(?:@(.+))?")
 
 
@@ -57,7 +59,7 @@ def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
         FileNotFoundError: no such file.
         TypeError: the source is no reader, or gives no rows.
         ValueError: the file fails to load or has no such function; the function takes other arguments than a split, or
-            raises: with the number of the row.
+            raises: with the number of the row; or it gives more than ``MOST`` rows and has no length.
     """
     name, split = name_of(source), None
     if isinstance(source, str):
@@ -75,6 +77,11 @@ def rows_of(source: RowSource) -> Iterator[tuple[str, Any]]:
                 if number == milestone:
                     tell(f"{name}: {number:,} rows so far; they are all read before the run begins")
                     milestone *= 10
+                if number > MOST and not hasattr(rows, "__len__"):
+                    raise _WrongUse(
+                        f"{name} has given {MOST:,} rows and goes on: all are read before the run begins. What never "
+                        f"ends is cut, as by itertools.islice(rows, 10_000); for more than {MOST:,} return a list"
+                    )
                 # A reader may give one dict again and again, changed.
                 row = dict(row) if isinstance(row, Mapping) else row
                 yield f"{name}, row {number}", without_keys_of_others(row) if of_table else row

@@ -19,6 +19,7 @@ from rl_bridge.data.messages import (
     messages_of_field,
     require_characters,
     shortened,
+    shown,
     tools_of,
     without_keys_of_others,
 )
@@ -128,6 +129,10 @@ def supervised_row(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"messages has none of the assistant, so there is nothing to learn; its roles are {roles}")
     if not any(map(is_trained, messages)):
         raise ValueError("every message of the assistant says that it is not trained on (weight, loss, train)")
+    # A template may read other keys than content, as of tool calls or of reasoning.
+    learned = [shown(message).items() for message in messages if is_trained(message)]
+    if not any(value for items in learned for key, value in items if key not in ("role", "name")):
+        raise ValueError("every message of the assistant in messages is empty: there is nothing to learn")
     return {**row, "messages": messages}
 
 

@@ -1,10 +1,12 @@
 """A reader of the user's own gives rows as a file does: the same checks, the same rows, errors with its name."""
 
 import functools
+import itertools
 import json
 
 import pytest
 
+from rl_bridge.data import row_readers
 from rl_bridge.data.comparisons import read_comparisons
 from rl_bridge.data.row_readers import reader_fingerprint, rows_of
 from rl_bridge.data.rows import read_rows, supervised_row
@@ -151,3 +153,27 @@ def test_a_reader_that_gives_rows_for_long_says_so(capsys):
     output = capsys.readouterr().out
     assert place.endswith("row 100009") and "100,000 rows so far; they are all read" in output
     assert output.count("rows so far") == 1
+
+
+class Endless:
+    def __iter__(self):
+        return itertools.repeat({"prompt": "1", "answer": "1"})
+
+
+def generates():
+    while True:
+        yield {"prompt": "1", "answer": "1"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [generates, generates(), lambda: itertools.cycle([{"prompt": "1", "answer": "1"}]), Endless(), Endless],
+    ids=["a generator's function", "a generator", "a cycle", "an iterable", "a class of iterables"],
+)
+def test_a_reader_that_never_ends_is_refused(source, monkeypatch):
+    """A function that makes problems for ever, as for a stream, filled the memory; rows with a length are all read."""
+    monkeypatch.setattr(row_readers, "MOST", 500)
+    with pytest.raises(TypeError, match=r"has given 500 rows and goes on: .* cut, as by itertools.islice"):
+        read_rows(source)
+    assert len(read_rows([{"prompt": "1", "answer": "1"}] * 501)) == 501
+    assert len(read_rows(lambda: itertools.repeat({"prompt": "1", "answer": "1"}, 500))) == 500
