@@ -155,19 +155,28 @@ def test_a_reader_that_gives_rows_for_long_says_so(capsys):
     assert output.count("rows so far") == 1
 
 
+LONG = 3000  # what never ends would hold a test that fails
+
+
 class Endless:
     def __iter__(self):
-        return itertools.repeat({"prompt": "1", "answer": "1"})
+        return itertools.repeat({"prompt": "1", "answer": "1"}, LONG)
 
 
 def generates():
-    while True:
+    for _ in range(LONG):
         yield {"prompt": "1", "answer": "1"}
 
 
 @pytest.mark.parametrize(
     "source",
-    [generates, generates(), lambda: itertools.cycle([{"prompt": "1", "answer": "1"}]), Endless(), Endless],
+    [
+        generates,
+        generates(),
+        lambda: itertools.islice(itertools.cycle([{"prompt": "1", "answer": "1"}]), LONG),
+        Endless(),
+        Endless,
+    ],
     ids=["a generator's function", "a generator", "a cycle", "an iterable", "a class of iterables"],
 )
 def test_a_reader_that_never_ends_is_refused(source, monkeypatch):

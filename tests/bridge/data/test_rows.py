@@ -145,9 +145,15 @@ def test_the_messages_of_a_row_to_sample_from_are_its_prompt():
         ({"prompt": "2+2?", "messages": [USER, REPLY]}, "the messages do not hold the prompt; give one"),
         ({"prompt": "1+1?", "messages": [USER]}, "messages has none of the assistant, so there is nothing to learn"),
         ({"messages": [USER]}, "messages has none of the assistant, so there is nothing to learn; its roles are ['us"),
-        ({"messages": [USER, {**REPLY, "content": ""}]}, "every message of the assistant in messages is empty: there is"),
+        (
+            {"messages": [USER, {**REPLY, "content": ""}]},
+            "every message of the assistant in messages is empty: there is",
+        ),
         ({"messages": [USER, {**REPLY, "content": ""}, USER, {**REPLY, "content": "", "tool_calls": []}]}, "is empty"),
-        ({"messages": [{**USER}, {**REPLY, "content": ""}, USER, {**REPLY, "weight": 0}]}, "is empty: there is nothing"),
+        (
+            {"messages": [{**USER}, {**REPLY, "content": ""}, USER, {**REPLY, "weight": 0}]},
+            "is empty: there is nothing",
+        ),
         ({"messages": "hello"}, "messages must be a list of messages, got the text 'hello'"),
         ({"messages": {"role": "user"}}, "messages must be a list of messages, got {'role': 'user'}"),
         ({"messages": [USER, "hello"]}, "messages[1] must be a message with role and content, got 'hello'"),
