@@ -139,6 +139,8 @@ def _wrong_values(name: str, kind: Any, values: Sequence[str], options: TrainerO
         if values and values[0].lower() in _SWITCHED:
             head, dot, last = name.rpartition(".")
             return [f"--{name} takes no value, got {values[0]!r}: --{name} is yes, and --{head}{dot}no-{last} is no"]
+        if values and name == "resume":
+            return [f"--resume takes no value, got {values[0]!r}: a run is found by --output FOLDER and --name RUN"]
         return [_stray(word, options) for word in values[:1]]
     if items is None and not values:
         return [f"--{name} needs a value behind it: {_taken(kind)}"]
