@@ -127,7 +127,7 @@ PROGRAMS = {
     "policy --config run.toml": "there is no --config: trainers and run files stand without one",
     "--seed 3 run.toml": "give a trainer or run file in front of all options: run.toml --seed 3",
     "--steps 3 sft": "give a trainer or run file in front of all options: sft --steps 3",
-    "sft --resume runs/first": "--resume takes no value, got 'runs/first': a run is found by --output FOLDER and --name",
+    "sft --resume runs/first": "--resume takes no value, got 'runs/first': a run is found by --output FOLDER",
     "policy --reward --dry-run": "--reward stands without a value",
     "preference loss:dpo --loss.wpo yes": "--loss.wpo takes no value, got 'yes': --loss.wpo is yes, and --loss.no-",
 }
