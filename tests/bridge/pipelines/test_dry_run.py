@@ -113,3 +113,28 @@ def test_a_class_of_one_s_own_is_compared_in_a_dry_run_too(trainer, folder, tmp_
     monkeypatch.setattr(dry_run, "COMPARED", 9)
     assert dry(folder, f"{words}/own.py:Own") == 0
     assert "own.py:Own was not compared with its own forward" in capsys.readouterr().out
+
+
+STEPS = {
+    "sft": "--rows-per-step",
+    "preference": "--rows-per-step",
+    "reward-model": "--rows-per-step",
+    "policy": "--policy.prompts-per-step",
+    "policy with a warm start": "--sft.steps 1 --sft.rows-per-step",
+}
+
+
+@pytest.mark.parametrize("count", [6, 7, 12, 99])
+@pytest.mark.parametrize("trainer", STEPS)
+def test_a_step_of_more_rows_than_there_are_is_remarked_on(trainer, count, folder, capsys, monkeypatch):
+    monkeypatch.setattr(dry_run, "READ", 0)
+    option = STEPS[trainer].split()[-1]
+    assert dry(folder, f"{trainer.split()[0]} --model {{whole}} {STEPS[trainer]} {count}") == 0
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith(f"{option} {count} of ")]
+    times = {7: "1 to 2", 12: "2", 99: "16 to 17"}
+    assert lines == (
+        [f"{option} {count} of 6 rows to train on: every step takes each of them {times[count]} times"]
+        if count in times
+        else []
+    )
