@@ -202,7 +202,8 @@ def _print_short_help(words: Sequence[str]) -> None:
 
 
 def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:
-    """Print the options, do all that a run does before its folder is made, and print the plan of its memory."""
+    """Print the options, do all of a run before its folder is made, read weights, and print the plan of its memory."""
+    from rl_bridge.pipelines.dry_run import try_models
     from rl_bridge.run.run import DryRun
     from rl_bridge.run.run_toml import toml_of
     from rl_tools.plan.plan_command import counted, print_plan, read_lengths
@@ -211,6 +212,7 @@ def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:
     try:
         run(options, observers_of(options))
     except DryRun:
+        try_models(options)
         say("rows, model and reward are as the run needs them; its memory:")
     print_plan(counted(options), *read_lengths(options))
     return 0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rl_bridge.algorithms.policy_setup import PolicyConfig
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.own_model import is_file_of_class
+from rl_bridge.models.own_class import is_file_of_class
 from rl_bridge.modules.trainable import OptimizerConfig
 from rl_bridge.pipelines.objective_options import objective_options
 from rl_train.policy_options import PolicyPipeline, WarmStart

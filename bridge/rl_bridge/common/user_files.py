@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -160,6 +161,18 @@ def belongs_to_a_thread(error: BaseException) -> bool:
     """
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return str(error).startswith(_OF_A_THREAD.get(kind, ()))
+
+
+def told(error: BaseException) -> str:
+    """An error in words; one without words of its own, as of a bare ``assert``, by the line that raised it.
+
+    >>> told(ValueError("no such row")), told(KeyError())
+    ('ValueError: no such row', 'KeyError')
+    """
+    kind, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    if str(error) or not frames:
+        return f"{kind}: {error}" if str(error) else kind
+    return f"{kind} at {frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}"
 
 
 def _leave(status: int) -> None:

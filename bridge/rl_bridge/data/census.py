@@ -106,6 +106,9 @@ class Census:
                     f"{self.data.name}: of {self.data.read} rows {trained} are left to train on{as_examples}, and one "
                     f"step takes {count} ({option}); left out are {causes}. Change one of these options"
                 )
+            if count > rest > 0:
+                times = f"{count // rest}" if count % rest == 0 else f"{count // rest} to {count // rest + 1}"
+                remark(f"{option} {count} of {rest} rows to train on: every step takes each of them {times} times")
 
     def summary(self) -> dict[str, Any]:
         """The entries of a run's ``summary.json``."""

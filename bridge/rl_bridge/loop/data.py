@@ -26,7 +26,8 @@ from rl_bridge.loop.changes import change
 from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, marked, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
-from rl_bridge.models.own_model import Factory, OwnSource, factory_of, is_file_of_class, name_of, own_source
+from rl_bridge.models.own_class import Factory, factory_of, is_file_of_class, name_of
+from rl_bridge.models.own_model import OwnSource, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.models.row_checks import (
     chat_of_row,

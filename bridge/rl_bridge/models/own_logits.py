@@ -33,28 +33,40 @@ def require_logits(module: nn.Module, name: str, tokens: int) -> None:
     Raises:
         ValueError: with the name of the class and the likely cause.
     """
-    longest = getattr(module, "max_positions", None)
-    length = min(TOKENS, longest) if isinstance(longest, int) else TOKENS
+    length, blank = min(TOKENS, getattr(module, "max_positions", None) or TOKENS), True
     with torch.device("cpu"), drawing_from(0):  # where the module is, in whatever device context this is called
         ids = torch.randint(tokens, (1, length))
         for scale in (None, *SCALES):
             if scale is not None:
                 draw(module, scale)
-            if _has_numbers(module, ids, name) and scale is not None:
+            numbers = _has_numbers(module, ids, name)
+            blank = blank and numbers is False
+            if numbers and scale is not None:
                 break  # of a deep class the first scales may overflow
+    if blank:
+        raise ValueError(
+            f"{name}.forward gives logits that are NaN or infinite for a row of {length} tokens, with its own weights "
+            "and with others: its own computation does, as a division by 0, or a mask that hides a token from itself"
+        )
 
 
-def _has_numbers(module: nn.Module, ids: Tensor, name: str) -> bool:
-    """Whether the numbers of the row are finite; then they are judged."""
+def _has_numbers(module: nn.Module, ids: Tensor, name: str) -> bool | None:
+    """Whether the numbers of the row are finite; then they are judged. None: the user's code raises."""
     before = {path: buffer.clone() for path, buffer in module.named_buffers()}
     try:
         with torch.no_grad():
-            first, *_, last = (_logits(module, ids) for _ in range(CALLS))
+            first, *_, last = (_logits(module, ids).float() for _ in range(CALLS))
         changed = [path for path, buffer in module.named_buffers() if not torch.equal(buffer, before[path])]
         with torch.enable_grad():
             learned = _logits(module, ids)
     except Exception:  # Whatever the user's code raises.
-        return False
+        return None
+    if not learned.requires_grad and any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(
+            f"{name}.forward gives logits without a gradient, so that nothing can be trained: it computes under "
+            "torch.no_grad or torch.inference_mode, or detaches them (.detach(), .data)"
+        )
+    learned = learned.detach().float()
     numbers = first[first > -math.inf]  # what pads a vocabulary may be −inf in every call
     if not (numbers.numel() and all(x[x != -math.inf].isfinite().all() for x in (first, last, learned))):
         return False
@@ -90,4 +102,4 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 def _logits(module: nn.Module, ids: Tensor) -> Tensor:
     positions = torch.arange(ids.shape[1])[None]
-    return module(input_ids=ids, position_ids=positions, attention_mask=None).detach().float()
+    return module(input_ids=ids, position_ids=positions, attention_mask=None)

@@ -8,10 +8,8 @@ gets its weights (``rl_bridge.parallel.probe``), as for every other class.
 """
 
 import functools
-import inspect
 import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,11 +20,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
-from rl_bridge.common.random_numbers import drawing_from, generators
-from rl_bridge.common.user_files import callable_in
+from rl_bridge.common.random_numbers import drawing_from
 from rl_bridge.common.user_marks import content_of, mark_of
 from rl_bridge.models.model_folder import OWN, require_floats
 from rl_bridge.models.model_source import device_of, fill
+from rl_bridge.models.own_class import Factory, FileFactory, made_by, name_of, require_form, vocabulary_of
 from rl_bridge.models.own_logits import require_logits
 from rl_bridge.models.stored_tensors import (
     ONE_FILE,
@@ -70,13 +68,6 @@ class OwnLanguageModel(Protocol):
     def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits [N, T, V]."""
         ...
-
-
-FORWARD = "forward(self, input_ids, position_ids, attention_mask=None) → logits [N, T, V]"
-_PARAMETERS = ("input_ids", "position_ids", "attention_mask")
-_TAKEN = "_rl_fn_taken"
-Factory = Callable[[], nn.Module]
-"""A class, or a function without arguments, that makes the module."""
 
 
 class OwnConfig(PretrainedConfig):
@@ -130,7 +121,7 @@ class OwnModel(GivesLogits):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand_as(input_ids)
         logits = self.own(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
-        return CausalLMOutput(logits=_require_logits(logits, input_ids, type(self).__name__))  # type: ignore[arg-type]
+        return CausalLMOutput(logits=require_form(logits, input_ids, type(self).__name__))  # type: ignore[arg-type]
 
     def remade(self) -> "OwnModel":
         """A new model of the class, whose weights are the class's own."""
@@ -182,127 +173,6 @@ def mask_of(plan: AttentionPlan, tokens: int) -> Tensor:
     return (sees[number[:, None], number[None]] & causal)[None, None]
 
 
-# A class is looked at before anything is made of it: what it lacks is named.
-
-
-def _require_logits(logits: Any, ids: Tensor, name: str) -> Tensor:
-    if not isinstance(logits, Tensor):
-        raise ValueError(f"{name}.forward returns logits, a tensor [N, T, V], got {type(logits).__name__}")
-    if logits.dim() != 3 or logits.shape[:2] != ids.shape or not logits.is_floating_point():
-        raise ValueError(
-            f"{name}.forward returns logits [N, T, V] of a floating-point type: for ids {list(ids.shape)} it gave "
-            f"{str(logits.dtype).removeprefix('torch.')} {list(logits.shape)}"
-        )
-    return logits
-
-
-def name_of(factory: Factory) -> str:
-    """The name of the class, as errors have it."""
-    function = factory.func if isinstance(factory, functools.partial) else factory
-    return getattr(function, "__name__", type(function).__name__)
-
-
-def _module(factory: Factory) -> nn.Module:
-    """A new module on torch's default device, in float32, in evaluation mode.
-
-    Raises:
-        TypeError: the class takes arguments, makes no module, or its ``forward`` has other parameters.
-        ValueError: it has no parameter, or one of a module that it made before.
-    """
-    name = name_of(factory)
-    if isinstance(factory, nn.Module):
-        raise TypeError(f"{type(factory).__name__} is a module that is made: give its class, which workers make")
-    if not callable(factory):
-        raise TypeError(f"a model class makes a torch.nn.Module when it is called, got {factory!r:.80}")
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in _signature(factory) if p.default is p.empty and p.kind not in optional]
-    if required:
-        raise TypeError(
-            f"{name} is made without arguments, and needs {', '.join(required)}: give functools.partial({name}, "
-            f"{', '.join(f'{argument}=…' for argument in required)}), or a function that makes the model"
-        )
-    try:
-        with drawing_from(generators()):  # a program that draws goes on as if no model had been made
-            module = factory()
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
-        if "Module.__init__()" in str(error):
-            raise TypeError(f"{name}.__init__ begins with super().__init__(): {error}") from error
-        if isinstance(error, AttributeError) or torch.get_default_device().type != "meta":
-            raise
-        raise ValueError(
-            f"{name} cannot be made on the meta device, where an engine makes models before they have values: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"{name}() makes a torch.nn.Module, got {type(module).__name__}")
-    parameters = _signature(module.forward)
-    names = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    lacking = [] if any_name else [parameter for parameter in _PARAMETERS if parameter not in names]
-    if type(module).forward is nn.Module.forward:
-        raise TypeError(f"{name} lacks forward: a model of your own has {FORWARD}")
-    if lacking:
-        raise TypeError(f"{name}.forward lacks {', '.join(lacking)}: a model of your own has {FORWARD}")
-    if next(module.parameters(), None) is None:
-        raise ValueError(f"{name} has no parameter, so that there is nothing to train")
-    for path, parameter in module.named_parameters():
-        if parameter.is_complex():
-            way_on = "give it real and imaginary parts as two, or as one by torch.view_as_real"
-            raise ValueError(f"{name} has a parameter {path!r} of complex numbers, which would lose one part: {way_on}")
-        if getattr(parameter, _TAKEN, False):
-            way_on = "policy and reference would be one: make it anew each time, or copy.deepcopy it"
-            raise ValueError(f"{name} gives the parameter {path!r} that it gave before: {way_on}")
-        setattr(parameter, _TAKEN, True)
-        # The class may have made it of a tensor that the program has elsewhere.
-        kind = torch.float32 if parameter.is_floating_point() else parameter.dtype
-        parameter.data = parameter.data.to(kind, copy=True)
-    return module.eval()
-
-
-def _signature(function: Any) -> list[inspect.Parameter]:
-    """The parameters; none where they cannot be read, as of a function in C."""
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
-def _require_registered(module: nn.Module, name: str) -> None:
-    """Refuse tensors that are neither parameter nor buffer: on the meta device they have no values, and keep none."""
-    for path, part in module.named_modules():
-        for attribute, value in vars(part).items():
-            if isinstance(value, Tensor):
-                where = f"{path}.{attribute}" if path else attribute
-                raise ValueError(
-                    f"{name} has a tensor {where!r} that is no buffer, and would stay where it was made: "
-                    f"self.register_buffer({attribute!r}, …, persistent=False)"
-                )
-
-
-def vocabulary_of(factory: Factory) -> int:
-    """V, the number of logits that a module of the class gives a token; the class is checked on the way.
-
-    Two tokens are read on the meta device, where nothing is computed, or on the CPU by code that reads values.
-
-    Raises:
-        TypeError, ValueError: with the name of the class and what it lacks or returns.
-    """
-    name, error = name_of(factory), None
-    for device in ("meta", "cpu"):
-        with torch.device(device), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            module = _module(factory)
-            _require_registered(module, name)
-            ids = torch.zeros((1, 2), dtype=torch.int64)
-            positions = torch.arange(2)[None]
-            try:
-                logits = module(input_ids=ids, position_ids=positions, attention_mask=None)
-            except Exception as raised:  # Whatever the user's code raises.
-                error = raised
-                continue
-            return _require_logits(logits, ids, name).shape[-1]
-    raise ValueError(f"{name} cannot read a row of two tokens as {FORWARD}: {type(error).__name__}: {error}") from error
-
-
 # Where its weights come from.
 
 _repeatable: list[tuple[Factory, int]] = []
@@ -310,49 +180,6 @@ _tried: list[tuple[Factory, int]] = []
 """Classes that draw the same weights again, each with its seed."""
 _factories: list[Factory] = []
 """Those of this process: a class that is defined anew under its name is another one, and is compared anew."""
-
-
-@dataclass(frozen=True)
-class FileFactory:
-    """A class or function of a file, which makes the module. It is pickled by the path, which each worker must see."""
-
-    path: str
-    name: str
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self) -> nn.Module:
-        """A new module."""
-        return self.loaded()()
-
-    def loaded(self) -> Any:
-        """The class, whose file is run once in a process."""
-        return callable_in(self.path, self.name, "model", "class or function {!r} that makes a model")
-
-
-_FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
-
-
-def is_file_of_class(name: str) -> bool:
-    """Whether a model's name is ``FILE.py:Class``."""
-    return _FILE.fullmatch(name) is not None
-
-
-def factory_of(name: str) -> FileFactory:
-    """The class ``FILE.py:Class``.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file fails to load, or has no such class.
-    """
-    match = _FILE.fullmatch(name)
-    if match is None:
-        raise ValueError(f"a model class is named FILE.py:Class, got {name!r}")
-    factory = FileFactory(str(Path(match[1]).resolve()), match[2])
-    factory.loaded()
-    return factory
 
 
 @dataclass(frozen=True)
@@ -374,8 +201,7 @@ class OwnSource:
 
     def empty(self) -> OwnModel:
         """The model on torch's default device; its weights, if that is not meta, are any."""
-        module = _module(self.factory)
-        _require_registered(module, self.name)
+        module = made_by(self.factory)
         if self.factory not in _factories:
             _factories.append(self.factory)
         settings: dict[str, Any] = {
@@ -384,8 +210,7 @@ class OwnSource:
             "factory": _factories.index(self.factory),
         }
         config = OwnConfig(**settings)
-        positions = getattr(module, "max_positions", None)
-        if isinstance(positions, int):
+        if (positions := getattr(module, "max_positions", None)) is not None:
             config.max_position_embeddings = positions
         return _kind(self.name)(module, config)
 
@@ -447,7 +272,7 @@ class OwnSource:
     def _new(self) -> nn.Module:
         """A module with values, in this process; the global random states stay as they were."""
         with torch.device("cpu"), drawing_from(self.seed):
-            return _module(self.factory)
+            return made_by(self.factory)
 
 
 @functools.cache

@@ -120,8 +120,31 @@ def check_loss(loss: PerToken) -> None:
             gradient, or a token's number that depends on padding or, without ``over_batch``, on other completions.
     """
     if isinstance(loss, TorchLoss | Custom):
+        _require_one_argument(loss.function)
         with torch.device("cpu"):  # a module is made on the meta device, which has no numbers
             _Trial(loss).check(trial_batch(3, 6))
+
+
+def _require_one_argument(function: Callable[..., Any]) -> None:
+    """Refuse a function that a batch alone does not call, by its arguments; one of a file by its option and file."""
+    where, own = f"the loss {getattr(function, '__name__', function)}", function
+    if isinstance(function, FileFunction):
+        where = f"--objective.loss {function.path}:{function.name}"
+        loaded = callable_in(function.path, function.name, *_FORM)
+        own = loaded.function if isinstance(loaded, TorchLoss | Custom) else loaded
+    try:
+        signature = inspect.signature(own)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        names = [{2: "*", 4: "**"}.get(p.kind, "") + p.name for p in signature.parameters.values()]
+        name = getattr(function, "__name__", "loss")
+        raise TypeError(
+            f"{where} takes {', '.join(names) or 'no arguments'}; a loss takes one argument, the batch, and returns "
+            f"the loss of each token [N, T]: def {name}(batch)"
+        ) from None
 
 
 class _Trial:

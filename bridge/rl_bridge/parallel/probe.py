@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rl_bridge.common.user_files import told
 from rl_bridge.parallel.attention.register import NAME
 from rl_bridge.parallel.documents import SEQUENCE, Documents
 from rl_bridge.parallel.drawn import SCALES, draw, fingerprint, nudge
@@ -274,6 +275,11 @@ def _by_config(model: PreTrainedModel) -> Arrangements:
 
 def _compared(comparison: "_Comparison") -> Arrangements:
     name, ranks = type(without_peft(comparison.model)).__name__, comparison.ranks
+    if any_worker(not all(bool(v.isfinite().all()) for v in comparison.wanted.values), comparison.mesh):
+        raise ValueError(
+            f"{name}: the model's own forward of a row of a few tokens gives numbers that are NaN or infinite, so "
+            "that nothing can be learned from it: its weights or its code do, not how rows lie"
+        )
     logits_alone = isinstance(without_peft(comparison.model), GivesLogits)
     heads: tuple[HeadKind, ...] = ("linear", "logits") if comparison.is_language_model else ("linear",)
     heads = ("logits",) if logits_alone else heads
@@ -336,7 +342,7 @@ class _Comparison:
             name = type(without_peft(model)).__name__
             raise ValueError(
                 f"{name} cannot read one row of {self.rows.ids.shape[1]} tokens without a cache, so that nothing can "
-                f"be compared with its own numbers: {type(error).__name__}: {error}"
+                f"be compared with its own numbers: {told(error)}"
             ) from error
 
     @cached_property
@@ -358,7 +364,7 @@ class _Comparison:
             wrong = self._wrong(measured)
         except (ValueError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError) as error:
             # A model that cannot be called so says it in words of its own.
-            wrong = f"{type(error).__name__}: {error}"
+            wrong = told(error)
             forget_pass(self.model)
         wrong = wrong or self.of_class.get(arranged)
         if not any_worker(wrong is not None, self.mesh):

@@ -28,7 +28,8 @@ from rl_bridge.models.chat_templates import dates_of, read_template, use_templat
 from rl_bridge.models.exported_files import ExportDtype
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, ModelSource, PretrainedSource
-from rl_bridge.models.own_model import OwnSource, class_fingerprint, factory_of, is_file_of_class, own_source
+from rl_bridge.models.own_class import factory_of, is_file_of_class
+from rl_bridge.models.own_model import OwnSource, class_fingerprint, own_source
 from rl_bridge.models.pretrained import new_for_rows, pretrained, tokenizer_of
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.modules.trainable import OptimizerConfig

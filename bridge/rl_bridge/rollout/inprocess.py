@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_bridge.common.argument_kinds import check_argument
+from rl_bridge.common.user_files import told
 from rl_bridge.data.trajectory import SamplingParams
 from rl_bridge.engines.dispatch import returns
 from rl_bridge.engines.module import ParallelModule
@@ -133,7 +134,7 @@ def _first_right(model: PreTrainedModel) -> Arrangement:
             rows = _rows(model)
             gap, allowed = _gap(model, rows, _drawn(decoder, rows))
         except Exception as raised:  # Whatever a model raises here: the next arrangement asks less of it.
-            error, why = raised, f"{type(raised).__name__}: {raised}"
+            error, why = raised, told(raised)
         else:
             why = f"log-probabilities are {gap:.2g} nats off, allowed are {allowed:.2g}"
             if gap <= allowed:

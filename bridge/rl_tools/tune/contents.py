@@ -61,7 +61,7 @@ def _of_configs(configs: Sequence[Any], of_words: Mapping[str, str]) -> dict[str
     # Not at the top: the words of a study that cannot be are refused without PyTorch.
     from rl_bridge.data.rows import rows_of_hub
     from rl_bridge.models.model_source import PretrainedSource
-    from rl_bridge.models.own_model import is_file_of_class
+    from rl_bridge.models.own_class import is_file_of_class
     from rl_bridge.rewards.sources import reward_models
     from rl_bridge.run.provenance import of_folder, of_rows
 

@@ -14,7 +14,8 @@ from rl_bridge.data.trajectory import single_turn
 from rl_bridge.engines.worker import torch_worker
 from rl_bridge.models.lora import LoRASource
 from rl_bridge.models.model_source import FreezingSource, ValueSource
-from rl_bridge.models.own_model import factory_of, mask_of, own_source, vocabulary_of
+from rl_bridge.models.own_class import factory_of, vocabulary_of
+from rl_bridge.models.own_model import mask_of, own_source
 from rl_bridge.models.pretrained import load_pretrained, tokenizer_of
 from rl_bridge.modules.scoring import ScoringConfig, TokenScorer
 from rl_bridge.parallel import probe as probing

@@ -408,3 +408,34 @@ def test_a_file_without_that_loss_is_refused_by_name(tmp_path, source, words):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         load_loss(str(tmp_path / source))
+
+
+SIGNATURES = {
+    "of a reward": ("completion, row", "completion, row"),
+    "of nothing": ("", "no arguments"),
+    "with a name that must be given": ("batch, *, weight", "batch, weight"),
+    "of names alone": ("**fields", "**fields"),
+    "of a name alone": ("*, batch", "batch"),
+    "of three": ("batch, a, b=2", "batch, a, b"),
+}
+
+
+@pytest.mark.parametrize("above", ["", "@torch_loss\n"], ids=["JAX", "PyTorch"])
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_a_function_of_other_arguments_is_no_loss(kind, above, tmp_path):
+    arguments, words = SIGNATURES[kind]
+    head = "from rl_bridge.modules.own_loss import torch_loss\n"
+    (tmp_path / "losses.py").write_text(f"{head}{above}def scored({arguments}):\n    return 1.0\n")
+    with pytest.raises(TypeError) as refused:
+        check_loss(load_loss(f"{tmp_path}/losses.py:scored"))
+    text = str(refused.value)
+    assert f"--objective.loss {tmp_path}/losses.py:scored takes {words}; a loss takes one argument" in text, text
+    assert "def scored(batch)" in text and "JAX" not in text
+
+
+@pytest.mark.parametrize("arguments", ["batch", "b, eps=0.2", "*fields", "batch, **options", "batch, /"])
+def test_a_function_that_a_batch_alone_calls_is_a_loss(arguments, tmp_path):
+    batch = "fields[0]" if arguments == "*fields" else arguments[:1] if arguments.startswith("b,") else "batch"
+    body = f"def scored({arguments}):\n"
+    (tmp_path / "losses.py").write_text(f"{body}    return -{batch}.logprobs * {batch}.advantages\n")
+    check_loss(load_loss(f"{tmp_path}/losses.py:scored"))

@@ -7,7 +7,8 @@ import torch
 
 from experiments.benchmarks.memory_grid import models, settings, workload
 from rl_bridge.data.trajectory import SamplingParams
-from rl_bridge.models.own_model import OwnSource, factory_of
+from rl_bridge.models.own_class import factory_of
+from rl_bridge.models.own_model import OwnSource
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.rollout.sampling import draw
 from rl_tools.plan import planning
