@@ -13,6 +13,8 @@ from rl_bridge.models.small import character_tokenizer, tiny_qwen2
 from rl_bridge.pipelines import dry_run
 from rl_tools.cli import main
 
+pytestmark = pytest.mark.long
+
 ROLES = {
     "of supervision": "sft --model {bad}",
     "of pairs": "preference --model {bad}",
@@ -124,8 +126,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("count", [6, 7, 12, 99])
-@pytest.mark.parametrize("trainer", STEPS)
+@pytest.mark.parametrize(
+    ("trainer", "count"), [("sft", 7), ("sft", 12), *((name, n) for name in STEPS for n in (6, 99))]
+)
 def test_a_step_of_more_rows_than_there_are_is_remarked_on(trainer, count, folder, capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "READ", 0)
     option = STEPS[trainer].split()[-1]
