@@ -84,6 +84,7 @@ def test_all_that_is_printed_goes_through_one_place_usr_12():
     assert found == []
 
 
+@pytest.mark.long
 def test_no_class_of_transformers_is_chosen_by_a_folders_code_usr_13():
     """Without the argument transformers asks on a terminal, and a ``y`` runs a file of the folder."""
     calls, without = 0, []

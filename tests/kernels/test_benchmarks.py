@@ -40,6 +40,7 @@ child({"two": way}, problem, sys.argv[1])
 """
 
 
+@pytest.mark.long
 def test_the_peak_is_what_was_there_at_once(tmp_path):
     """In a process of its own, as the benchmarks measure: one that has freed much before has it resident still."""
     request = {"way": "two", "case": {"size": 64 << 20}, "small": {"size": 1}, "threads": 1, "repeats": 1}

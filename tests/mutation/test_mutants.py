@@ -209,6 +209,7 @@ def test_a_mutant_keeps_its_name_when_lines_are_added_elsewhere():
     assert {mutant.name for mutant in moved} == names and len(names) == len(moved)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("folder", ["rl_fn", "bridge/rl_bridge", "bridge/rl_train", "bridge/rl_tools"])
 def test_every_explanation_is_of_a_mutant_that_there_is(folder):
     """Stale: the source line was changed, and the argument must be made again (see docs/mutation.md)."""

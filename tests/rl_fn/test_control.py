@@ -118,6 +118,7 @@ def test_committed_table_is_what_the_script_computes():
     assert markdown(committed["rows"]) in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pushing", "turned", "limit"), [(5.0, 0.5, 1.0), (0.0, 1.5, 0.0)])
 def test_pid_does_not_wind_up(pushing, turned, limit):
     controller = rl_fn.pid_kl(1.0, 0.5, kp=0.1, ki=0.1, low=0.0, high=1.0)

@@ -22,6 +22,7 @@ def added(file, *records):
         return [log.append(record) for record in records]
 
 
+@pytest.mark.long
 @given(data=st.data(), before=st.lists(RECORDS, max_size=6), after=st.lists(RECORDS, min_size=1, max_size=3))
 def test_a_log_that_was_cut_anywhere_has_its_whole_lines_and_the_new_ones(tmp_path_factory, data, before, after):
     """What a killed writer leaves is a part of what it wrote."""

@@ -90,6 +90,7 @@ def test_closing_twice_leaves_nothing(kind, tmp_path):
     assert reaped(opened.child) and all(gone(pid) for pid in pids)
 
 
+@pytest.mark.long
 def test_an_environment_that_ends_its_process_while_it_is_loaded(tmp_path):
     text = f"{ENVIRONMENT}if (folder / 'end').exists():\n    work()\n"
     factory = load_environment(f"{file(tmp_path, 'mine.py', text)}:Game")

@@ -291,6 +291,7 @@ print(torch.get_default_dtype())
 """
 
 
+@pytest.mark.long
 def test_torch_is_not_imported_and_may_come_later():
     words = [sys.executable, "-c", LATER]
     assert subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout == "torch.float32\n"

@@ -186,6 +186,7 @@ def test_what_threads_cannot_call_ends_the_run_with_the_way_on(kind, lengths):
         ahead(lengths, kind)
 
 
+@pytest.mark.long
 def test_conversations_of_every_kind_are_the_same_in_processes(lengths):
     kinds = (*OTHERS, *NEED_A_PROCESS)
     expected = converse(lambda: Session(lengths), ["plain"])

@@ -209,6 +209,7 @@ def test_a_broken_environment_is_refused(tried, name):
         tried(name, in_thread=name in ("NotMade", "Text"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMED)
 def test_what_an_environment_raises_at_an_empty_turn_is_named(tried, name):
     tried(name)

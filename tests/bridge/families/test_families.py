@@ -102,6 +102,7 @@ def test_a_refusal_is_by_name_and_while_building():
     assert names(model, "LlamaModel has no plan") and not names(model, "there is no plan")
 
 
+@pytest.mark.long
 def test_a_zoo_model_is_a_function_of_its_seed_and_shows_faults():
     """Two makings are equal; another seed is another model; no family's logits are flat or without context."""
     import torch

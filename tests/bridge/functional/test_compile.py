@@ -77,6 +77,7 @@ def test_new_shapes_do_not_recompile_without_bound():
     assert counter.frame_count <= 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed", [False, True])
 def test_objective_in_one_graph(packed):
     rng = np.random.default_rng(0)

@@ -201,6 +201,7 @@ SHORT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trainer", list(SHORT))
 def test_a_run_names_both_tokens_once_and_exports_both(base, capsys, trainer):
     folder, tokenizer = base

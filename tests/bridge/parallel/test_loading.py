@@ -116,6 +116,7 @@ def ranks(model, folder):
     return [found for _, found in found_by_ranks(rank, 2, folder)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sharded_loading_equals_loading_whole_bit_for_bit(ranks, model, layout):
     wanted = model.state_dict()

@@ -64,6 +64,7 @@ def words(tmp_path, model_folder):
     return of
 
 
+@pytest.mark.long
 def test_a_policy_learns_from_pairs_and_the_reference_is_scored_once_or_at_each_step(words, run_to_end, capsys):
     folder = run_to_end(words("preference", "pairs", "cached", "loss:dpo", "--loss.beta", "0.5"))
     last = capsys.readouterr().out.splitlines()[-1]
@@ -130,6 +131,7 @@ def test_a_reward_model_learns_and_is_read_by_transformers(words, run_to_end, lo
     assert model.config.num_labels == 1 and model.score.weight.abs().max() > 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", ["conversations", "texts"])
 def test_the_exported_folder_gives_the_run_s_own_loss_in_plain_transformers(words, run_to_end, tmp_path, rows):
     """USR-3, MUS-1: a tokenizer that pads with the end of a turn; rows as its template renders them, or plain texts."""

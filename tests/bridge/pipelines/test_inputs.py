@@ -157,6 +157,7 @@ def test_usr_7_a_reward_that_changes_the_working_directory_moves_nothing(inputs,
     assert (folder / "model" / "model.safetensors").is_file() and len(list((folder / "checkpoints").iterdir())) == 2
 
 
+@pytest.mark.long
 def test_preference(inputs):
     pipeline = PreferencePipeline(
         output=inputs / "runs",
@@ -169,6 +170,7 @@ def test_preference(inputs):
     every_change_is_refused(run_preference, pipeline, inputs, PREFERENCE)
 
 
+@pytest.mark.long
 def test_a_model_class_its_weights_its_tokenizer_and_the_readers(inputs):
     """A class of the user's own trains by the command, and what it exports is read by it again."""
     (inputs / "own.py").write_text(OWN_CLASS)

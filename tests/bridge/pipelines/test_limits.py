@@ -25,6 +25,7 @@ def test_a_run_with_a_budget_of_tokens_trains_on_what_is_finished(tmp_path, argu
     assert all("7" not in sample["completion"][:-1] for sample in samples["after"]["sampled"])
 
 
+@pytest.mark.long
 def test_usr_6_completions_that_are_cut_are_a_metric_and_a_warning(tmp_path, arguments, run_to_end, capsys):
     (tmp_path / "reward.py").write_text(REWARD)
     short = {"--policy.steps": 2, "--sft.steps": 0, "--policy.sampling.max-new-tokens": 1}

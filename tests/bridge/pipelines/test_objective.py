@@ -101,6 +101,7 @@ def test_terms_are_replaced_in_any_recipe(words, changes):
         assert built(f"objective:{algorithm}", *words) == getattr(rl_fn.recipes, algorithm)().replace(**changes)
 
 
+@pytest.mark.long
 def test_terms_that_a_recipe_has_are_changed_one_by_one_or_taken_away():
     grpo, dr_grpo = rl_fn.recipes.grpo(), rl_fn.recipes.dr_grpo(max_completion_length=8.0)
     assert built("objective:grpo", "--objective.kl.estimator", "k2") == grpo.replace(kl=components.KL("k2", 0.04))

@@ -125,6 +125,7 @@ def test_a_run_of_the_same_name_takes_a_free_folder_and_the_same_seed_the_same_n
     assert metrics(tmp_path / "other") != metrics(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_the_command_without_a_model_makes_its_own_for_the_rows(tmp_path, capsys):
     data, evaluation = tmp_path / "train.csv", tmp_path / "eval.json"
     data.write_text("prompt,answer\n" + "\n".join(f"{a}*{a}=,{a * a}" for a in range(10)))
@@ -138,6 +139,7 @@ def test_the_command_without_a_model_makes_its_own_for_the_rows(tmp_path, capsys
     assert 1.0e6 < summary["parameters"] < 1.1e6 and summary["held_out"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "message"),
     [

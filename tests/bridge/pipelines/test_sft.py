@@ -102,6 +102,7 @@ def test_a_run_lowers_the_loss_and_exports_its_best_model(words, tmp_path, rows)
     assert (found["rows"], found["held_out"], found["left_out"], found["steps"]) == (40, 1, 0, 7)
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_as_one_that_was_not_stopped(words, tmp_path):
     whole = ended(words("whole", **{"--checkpoint-every": 2}))
     stopped = words("stopped", **{"--checkpoint-every": 2, "--stop-after-skips": 3})
@@ -141,6 +142,7 @@ def test_adapters_are_trained_and_exported_merged(words, chat_model):
     assert AutoModelForCausalLM.from_pretrained(folder / "model").config.architectures == ["Qwen2ForCausalLM"]
 
 
+@pytest.mark.long
 def test_frozen_parameters_and_recomputed_layers(words, chat_model):
     plain = ended(words("plain", "--freeze", "model.embed_tokens.*", "*.layers.0.*"))
     other = ended(
@@ -154,6 +156,7 @@ def test_frozen_parameters_and_recomputed_layers(words, chat_model):
     assert main(words("never", "--freeze", "*.layer.0.*")) == 1
 
 
+@pytest.mark.long
 def test_weights_in_host_memory_change_nothing(words):
     plain, other = ended(words("plain")), ended(words("other", "--offload", "always"))
     for a, b in zip(metrics(plain), metrics(other), strict=True):
@@ -239,6 +242,7 @@ def assert_same_run(folder, wanted):
         torch.testing.assert_close(weights[0][name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_chat_template_of_a_file_is_used_exported_and_compared(tmp_path, words, chat_model, capsys):
     plain, file = tmp_path / "plain", tmp_path / "template.jinja"
     shutil.copytree(chat_model, plain)

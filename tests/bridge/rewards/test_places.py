@@ -264,6 +264,7 @@ def test_a_reward_gives_the_same_numbers_in_every_place_or_is_refused_with_the_w
     assert way_on in str(refused.value)
 
 
+@pytest.mark.long
 def test_the_command_refuses_a_reward_that_cannot_be_called_beside_training(files, tmp_path, capsys, monkeypatch):
     """Report 21: the trial and the first evaluation passed, and the run ended at step 0."""
     monkeypatch.chdir(tmp_path)

@@ -101,6 +101,7 @@ def test_what_goes_wrong_names_the_row_and_the_next_batch_is_scored(rewards, fil
     assert values(rewards, "a") == [2.0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["a caller that stops", "Ctrl-C", "an error of the caller"])
 def test_results_that_nobody_took_are_nobody_s(file, end):
     """SURV-9: however a batch ends, the next one gets its own values."""
@@ -132,6 +133,7 @@ def test_the_limit_of_a_result_begins_when_the_file_is_there(tmp_path):
         rewards.close()
 
 
+@pytest.mark.long
 def test_a_whole_batch_has_the_limit_too(file):
     rewards = load(f"{file}:whole", timeout=1.0)
     try:
@@ -206,6 +208,7 @@ def test_the_process_ends_with_the_run_that_was_killed(file):
     assert all(gone(pid) for pid in started)
 
 
+@pytest.mark.long
 def test_a_process_that_ends_between_two_batches_is_named(tmp_path):
     file = tmp_path / "dies.py"
     file.write_text("import os, threading\ndef score(completion, row):\n"

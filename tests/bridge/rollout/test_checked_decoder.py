@@ -261,6 +261,7 @@ def test_nothing_is_tried_without_values():
     assert check_decoder(model) == Arrangement() and not calls
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_rollout_is_checked_when_it_is_built(precision, tokenizer, monkeypatch):
     monkeypatch.setattr(inprocess, "_found", {})

@@ -68,6 +68,7 @@ def test_every_drawn_token_has_the_logprob_of_a_full_forward(rollout, model, tru
     assert batch.mask.sum() == sum(len(t.sampled_tokens) for t in found)
 
 
+@pytest.mark.long
 def test_batch_and_rows_beside_change_no_conversation(rollout, model, tokenizer):
     wanted = rollout.converse(requests(), SAMPLING, Repeats, 3)
     small = InProcessRollout(StateSource(model), tokenizer, max_batch_rows=2)

@@ -92,6 +92,7 @@ def check(found, wanted):
         assert found[key].reason == ("stop" if tokens[-1] == STOP else "length") and found[key].allowed is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "attention"),
     [*((family, "rl_fn") for family in FAMILIES), ("qwen2", "sdpa"), ("windows and full", "eager")],

@@ -118,6 +118,7 @@ def test_greedy_is_the_argmax_whatever_stands_beside_it(rollout, model):
         assert completion.logprobs == (0.0,) * len(completion.tokens)
 
 
+@pytest.mark.long
 def test_the_first_two_tokens_follow_the_model_s_distribution(rollout, model):
     count, prompt = 20_000, rollout._tokenizer("12+3=").input_ids
     completions = generate(rollout, [prompt], SamplingParams(max_new_tokens=2, n=count))

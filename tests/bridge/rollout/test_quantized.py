@@ -68,6 +68,7 @@ def test_a_layer_is_near_the_one_it_replaces(new_model):
     assert float(error.max()) > 0
 
 
+@pytest.mark.long
 def test_updates_equal_a_fresh_int8_rollout_bit_for_bit(new_model, tokenizer):
     executor = LocalExecutor("cpu")
     source = StateSource(new_model(seed=2))

@@ -24,6 +24,7 @@ def assert_ends_as_if_nothing_had_been(folder, moments, whole):
     return len(moments)
 
 
+@pytest.mark.long
 def test_some_moments(tmp_path, whole):
     assert assert_ends_as_if_nothing_had_been(tmp_path / "run", range(5, 60, 45), whole) == 2
 

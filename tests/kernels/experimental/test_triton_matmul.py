@@ -22,6 +22,7 @@ def test_values_and_gradients(option, targets):
     assert_equal_to_float64("triton_matmul", OPTIONS[option], targets=targets, biased=targets is None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workspace", [1, 4 * 5 * H * 3])
 @pytest.mark.parametrize("option", ["plain", "everything"])
 def test_any_cut_into_blocks(workspace, option):
@@ -64,6 +65,7 @@ def test_sizes_at_and_beside_the_edges_of_tiles_and_parts(count, vocabulary, hid
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.long
 def test_more_blocks_of_rows_than_a_group(monkeypatch):
     """Programs are dealt to groups of row blocks: also to a last group that is not full, with several parts."""
     monkeypatch.setattr(backend, "GROUP", 2)

@@ -101,6 +101,7 @@ def test_shapes_and_strides(backend):
     assert int8_matmul(x, codes[:0], scale[:0], backend=backend).shape == (2, 3, 0)
 
 
+@pytest.mark.long
 def test_chunks_and_wide_tokens_change_nothing(monkeypatch):
     _, codes, scale = layer(20, 48)
     x = normal(70, 48)

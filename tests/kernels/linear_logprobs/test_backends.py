@@ -122,6 +122,7 @@ def test_bad_arguments_are_named(change, message):
         linear_logprobs(**arguments)
 
 
+@pytest.mark.long
 def test_custom_operation_and_torch_compile():
     hidden, weight, bias = (x.detach().requires_grad_() for x in model())
     tokens, inv_temperature = ids(N, 1), torch.ones(N)

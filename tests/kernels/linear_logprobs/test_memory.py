@@ -55,6 +55,7 @@ class NotLaunched:
         return lambda *arguments, **options: None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("options", ["", "allowed_tokens"])
 def test_flat_in_the_number_of_rows(monkeypatch, backend, options):

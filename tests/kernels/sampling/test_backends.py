@@ -70,6 +70,7 @@ def test_backends_draw_the_same_tokens(vocabulary):
         assert torch.equal(got.tokens, wanted.tokens) and torch.equal(got.allowed_count, wanted.allowed_count)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "reference"])
 def test_a_row_does_not_depend_on_its_batch(backend):
     logits, options = normal(23, 90), parameters(23)
@@ -91,6 +92,7 @@ def test_chunks_change_nothing(monkeypatch):
         assert a is not None and b is not None and torch.equal(a, b)
 
 
+@pytest.mark.long
 def test_one_row_a_program_as_on_a_gpu(monkeypatch):
     import importlib
 

@@ -51,6 +51,7 @@ def test_ids_of_adversarial_rows(k, width):
     assert torch.equal(ids_of(z, None, None, k), sorted_ids(z, k))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_ids_with_kept_sets_of_either_form_and_masked_rows(monkeypatch):
     n, width = 6, 40

@@ -100,6 +100,7 @@ def test_an_update_that_changes_nothing_changes_nothing(rollout):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
+@pytest.mark.long
 def test_the_same_seed_is_the_same_run_whatever_takes_how_long(run):
     def slow(completion, row):
         time.sleep(0.002 * len(completion))
@@ -121,6 +122,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reward", REWARDS)
 def test_a_checkpoint_between_any_two_steps_goes_on_as_if_nothing_had_been(run, rollout, reward):
     """Also where the rewards of the next step are in the checkpoint, and none was asked for since."""
@@ -275,6 +277,7 @@ def test_a_completion_that_takes_too_long_is_aborted_and_counts_nothing(run, mon
         replace(WHOLE, seconds=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pace", "staleness"), [(PARTIAL, 2), (WHOLE, 1)])
 def test_a_reward_of_lists_has_the_calls_of_a_synchronous_run(run, rollout, pace, staleness):
     """ROLL-12: there were as many as prompts. In free runs a call has all that wait: the simulation says so."""

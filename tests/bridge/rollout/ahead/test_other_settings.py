@@ -127,6 +127,7 @@ def test_groups_that_are_not_trained_on_are_drawn_again_with_the_new_settings(ca
     assert counts["trained"] == sum(step.rewards.numel() for step in [*before, *after])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("pace", [WHOLE, PARTIAL])
 def test_what_is_drawn_again_is_what_a_run_in_step_draws_there(pace, change):
@@ -169,6 +170,7 @@ def earlier(state):
     return json.dumps({name: value for name, value in json.loads(state).items() if name not in added})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace", [WHOLE, PARTIAL])
 def test_a_checkpoint_without_settings_goes_on_as_before(capsys, pace):
     steps = range(DONE, CONFIG.steps)
@@ -306,6 +308,7 @@ def passed(state, trained, number):
     return json.dumps(state)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["n up", "fewer prompts", "more prompts", "temperature"])
 @pytest.mark.parametrize("trained", [7, 11])
 @pytest.mark.parametrize("pace", ["whole", "free"])

@@ -122,6 +122,7 @@ def resumed_each_step(rollout, environment):
     return found, states
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("pace", "staleness"), [(PARTIAL, 2), (WHOLE, 1), (FREE, 2)])
 def test_each_token_of_each_turn_has_the_logprob_of_the_version_that_drew_it(run, pace, staleness):
     made, mixed, turns = run(pace=pace, staleness=staleness), 0, 0
@@ -142,6 +143,7 @@ def test_each_token_of_each_turn_has_the_logprob_of_the_version_that_drew_it(run
     assert (mixed > 3) if pace is PARTIAL else (mixed == 0 or pace is FREE)
 
 
+@pytest.mark.long
 def test_nothing_ahead_is_the_synchronous_run(run, rollout):
     """Each prompt's greedy conversation among the others."""
     remax = rl_fn.recipes.remax()
@@ -159,6 +161,7 @@ def test_nothing_ahead_is_the_synchronous_run(run, rollout):
         assert replace(one, logprobs=other.logprobs) == other
 
 
+@pytest.mark.long
 def test_the_same_run_whatever_environment_is_slow(run, whole):
     assert shown(run(pace=PARTIAL, staleness=2, environment=slow(0.004))) == whole
     assert shown(run(pace=PARTIAL, staleness=2, beside=0.02)) == whole

@@ -196,6 +196,7 @@ def test_an_error_of_a_request_is_the_request_s(engine_of, tmp_path):
     assert engine.restarts == 0 and not engine.server.process.dead.is_set()
 
 
+@pytest.mark.long
 def test_what_is_drawn_from_unproved_weights_is_kept_until_the_proof(engine_of, tmp_path):
     old, new = weights(tmp_path / "old", delay=0.05), weights(tmp_path / "new", offset=5)
     engine = engine_of(old)
@@ -291,6 +292,7 @@ def test_nothing_that_unproved_weights_draw_is_given_out(engine_of, tmp_path, wa
     assert set(found) == set(range(8)) and {v for drawn in found.values() for v in drawn.versions} == {3}
 
 
+@pytest.mark.long
 def test_rows_that_are_withdrawn_come_back_with_what_they_have(engine_of, tmp_path):
     folder = weights(tmp_path / "w", delay=0.03)
     engine = engine_of(folder)

@@ -38,6 +38,7 @@ def copies(tmp_path):
     made.close()
 
 
+@pytest.mark.long
 def test_a_sync_fills_a_copy_from_every_layout_by_every_transport(tmp_path):
     arrivals.model(2).save_pretrained(tmp_path / "checkpoint")
     found = results(arrivals.run, 2, tmp_path)

@@ -124,6 +124,7 @@ def test_what_no_plan_is_of_is_refused(fields: dict):
         plan(replace(start, **fields), SOURCE, SHORT)
 
 
+@pytest.mark.long
 def test_the_command_says_what_it_is_of(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(TinySource, "for_tokenizer", partial(TinySource.for_tokenizer, hidden=16, layers=1))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

@@ -129,6 +129,7 @@ RANGES = ["policy", "--space.policy.steps", "10..30", "--space.policy.prompts-pe
 RATE = ["--space.optimizer.learning-rate", "log:1e-5..1e-3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "trials", "remarks"),
     [

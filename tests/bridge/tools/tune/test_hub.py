@@ -136,6 +136,7 @@ def test_what_the_hub_does_not_have_is_refused_before_a_folder_is_made(words, hu
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", ["rows", "model", "file", "the hub is gone", "nothing"])
 def test_what_changed_while_trials_ran_is_named_at_the_end(change, hub, monkeypatch, capsys):
     Path("rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
@@ -164,6 +165,7 @@ def test_a_model_and_rows_of_one_name_are_two_things(hub):
     assert names == ["the content of the model org/rows", "the content of the rows of org/rows@test"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("word", ["model:judge", "model:./judge", "learned=model:judge"])
 def test_a_judge_in_a_folder_is_compared_however_its_word_looks(hub, word):
     Path("judge").mkdir()

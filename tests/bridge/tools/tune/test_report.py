@@ -160,6 +160,7 @@ def test_the_best_is_told_with_its_fresh_seeds(tmp_path):
     assert "with fresh seeds: reward 7.1 [6.852, 7.348] over 3 seeds" in told and "--confirm" not in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("failed", range(5))
 def test_runs_with_fresh_seeds_that_failed_are_told(tmp_path, failed, monkeypatch):
     """A mean of those that came to their end says so; where none did, the command has failed.
