@@ -90,22 +90,19 @@ def made_by(factory: Factory) -> nn.Module:
 
     Raises:
         TypeError: the class takes arguments, makes no module, or its ``forward`` has other parameters.
-        ValueError: it has no parameter, or one of a module that it made before; or parts that torch does not see.
+        ValueError: it fails, has no parameter, one of a module that it made before, or parts that torch does not see.
     """
     name = name_of(factory)
     _require_no_arguments(factory)
     try:
         with drawing_from(generators()):  # a program that draws goes on as if no model had been made
             module = factory()
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         if "Module.__init__()" in str(error):
             raise TypeError(f"{name}.__init__ begins with super().__init__(): {error}") from error
-        if isinstance(error, AttributeError) or torch.get_default_device().type != "meta":
-            raise
-        raise ValueError(
-            f"{name} cannot be made on the meta device, where an engine makes models before they have values: "
-            f"{told(error)}"
-        ) from error
+        on_meta = isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"
+        place = " on the meta device, where an engine makes models before they have values" if on_meta else ""
+        raise ValueError(f"{name} cannot be made{place}: {told(error)}") from error
     if not isinstance(module, nn.Module):
         raise TypeError(f"{name}() makes a torch.nn.Module, got {type(module).__name__}")
     _require_parts(module, name)

@@ -91,6 +91,16 @@ def test_a_module_in_place_of_its_class_is_named_with_the_class(tmp_path):
         own(tmp_path, name="made")
 
 
+FAILURES = ["assert False, 'no GPU'", "{}['size']", "self.size", "1 / 0", "open('absent')", "raise StopIteration", "x"]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_class_that_fails_when_it_is_made_is_named_with_the_error(failure, tmp_path):
+    """An assertion, as of ``.cuda()`` without CUDA, was a traceback through the library."""
+    with pytest.raises(ValueError, match=r"^Own cannot be made: \w+(Error|Iteration)"):
+        own(tmp_path, ("super().__init__()\n", f"super().__init__()\n        {failure}\n"))
+
+
 @pytest.mark.parametrize(
     "change",
     [
