@@ -62,6 +62,8 @@ def refusals(words: Sequence[str], options: TrainerOptions) -> list[str]:
         rest.append(word)
         if colon and recipe in options.recipes.get(holder, {}) and chosen.setdefault(holder, recipe) != recipe:
             phrases.append(f"{holder}:{chosen[holder]} and {holder}:{recipe}: give one of them")
+    if len({word for unit in _units(rest, options) for word in _values_of("data", unit, options)}) > 1:
+        phrases.append("--data is given twice, and takes one value: a pattern, as 'data/*.jsonl', has several files")
     for unit in _units(rest, options):
         phrases.extend(_wrong_unit(unit, options, options.defaults | chosen))
     return list(dict.fromkeys(phrases))
@@ -98,6 +100,13 @@ def _name(word: str, options: TrainerOptions) -> str:
     """The option that a word names; of a switch without its ``no-``."""
     whole = dashed(word[2:].partition("=")[0])
     return whole if options.kind(whole) is not None else plain(word)
+
+
+def _values_of(name: str, unit: Sequence[str], options: TrainerOptions) -> list[str]:
+    """The values behind one option of a unit; none of another unit."""
+    first, equals, value = unit[0].partition("=")
+    is_it = first.startswith("--") and _name(unit[0], options) == name
+    return ([value] if equals else list(unit[1:2])) if is_it else []
 
 
 def _wrong_unit(unit: Sequence[str], options: TrainerOptions, chosen: dict[str, str]) -> list[str]:
@@ -144,6 +153,8 @@ def _wrong_values(name: str, kind: Any, values: Sequence[str], options: TrainerO
         return [_stray(word, options) for word in values[:1]]
     if items is None and not values:
         return [f"--{name} needs a value behind it: {_taken(kind)}"]
+    if "" in values and Path in _flat(kind):
+        return [f"--{name} needs a value behind it, got an empty text"]
     misfits = [value for value in values if not _reads(value, kind)]
     if misfits and (items is not None or misfits[0] == values[0]):
         return [f"--{name} takes {_taken(kind)}, got {misfits[0]!r}{_hint(name, misfits[0], kind)}"]
@@ -157,7 +168,7 @@ def _wrong_values(name: str, kind: Any, values: Sequence[str], options: TrainerO
 def _is_elsewhere(word: str, options: TrainerOptions) -> bool:
     """Whether a word behind ``--reward`` is an option as other programs write it, and not NAME=REWARD."""
     name, equals, value = word.partition("=")
-    is_reward = ":" in value or value in ("exact", "environment")
+    is_reward = ":" in word or value in ("exact", "environment")  # all kinds but two have a colon: http://…#retries=0
     return bool(equals) and not is_reward and ("." in name or bool(options.exact(name)))
 
 
@@ -214,7 +225,8 @@ def _flat(kind: Any) -> Iterator[Any]:
 def _taken(kind: Any) -> str:
     """The value or values of a type in words."""
     items = _items(kind)
-    return in_words(kind) if items is None else f"one or more values, each {in_words(items)}"
+    words = in_words(kind) if items is None else f"one or more values, each {in_words(items)}"
+    return words.replace("true or false", "True or False")  # the words of an option that may be None as well
 
 
 def _hint(name: str, text: str, kind: Any) -> str:

@@ -76,13 +76,12 @@ _ELSEWHERE = {
     "keep-checkpoints": "save-total-limit max-ckpt-num max-checkpoints",
     "evaluate-every": "eval-steps test-freq eval-freq eval-interval eval-every eval-strategy",
     "epochs": "epoch num-train-epochs num-epochs max-epochs total-epochs",
-    "steps": "max-steps total-training-steps num-steps train-steps iterations max-iters "
-    "epoch epochs num-train-epochs num-epochs max-epochs total-epochs num-episodes",
+    "steps": "max-steps total-training-steps num-steps train-steps iterations max-iters",
     "rows-per-step": "batch-size train-batch-size per-device-train-batch-size global-batch-size bs "
     "gradient-accumulation-steps accumulation-steps ppo-mini-batch-size mini-batch-size",
     "prompts-per-step": "batch-size train-batch-size per-device-train-batch-size rollout-batch-size global-batch-size "
     "bs gradient-accumulation-steps accumulation-steps gen-batch-size ppo-mini-batch-size mini-batch-size",
-    "updates-per-step": "num-iterations ppo-epochs num-ppo-epochs num-mini-batches",
+    "updates-per-step": "num-mini-batches",
     "micro-batch-tokens": "micro-batch-size micro-train-batch-size ppo-max-token-len-per-gpu max-tokens-per-batch",
     "sampling.n": "num-generations n-samples-per-prompt num-return-sequences group-size rollout-n num-samples "
     "responses-per-prompt completions-per-prompt samples-per-prompt num-completions",
@@ -98,7 +97,7 @@ _ELSEWHERE = {
     "dtype": "bf16 fp16 precision torch-dtype param-dtype model-dtype mixed-precision",
     "objective": "adv-estimator advantage-estimator algorithm algo policy-loss loss-type loss-mode",
     "loss": "loss-type preference-loss",
-    "kl.coef": "kl-coef init-kl-coef kl-loss-coef beta kl-beta",
+    "kl.coef": "kl kl-coef init-kl-coef kl-loss-coef beta kl-beta",
     "loss.beta": "beta dpo-beta",
     "clip-low": "epsilon eps-clip clip-ratio cliprange clip-range clip-eps clip-ratio-low",
     "clip-high": "epsilon-high clip-ratio-high eps-clip-high",

@@ -127,6 +127,12 @@ PROGRAMS = {
     "policy --config run.toml": "there is no --config: trainers and run files stand without one",
     "--seed 3 run.toml": "give a trainer or run file in front of all options: run.toml --seed 3",
     "--steps 3 sft": "give a trainer or run file in front of all options: sft --steps 3",
+    "sft --data a.jsonl --data=b.jsonl": "--data is given twice, and takes one value: a pattern",
+    "sft --output=": "--output needs a value behind it, got an empty text",
+    "policy --objective.kl 0.1": "--objective.kl: did you mean --objective.kl.coef",
+    "policy --ppo_epochs 4": "there is no --ppo-epochs",
+    "policy --reward own.py:f trainer.total_epochs=15": "'trainer.total_epochs=15' is no option",
+    "preference --loss.average": "--loss.average needs a value behind it: True or False",
     "sft --resume runs/first": "--resume takes no value, got 'runs/first': a run is found by --output FOLDER",
     "policy --reward --dry-run": "--reward stands without a value",
     "preference loss:dpo --loss.wpo yes": "--loss.wpo takes no value, got 'yes': --loss.wpo is yes, and --loss.no-",
@@ -142,6 +148,24 @@ def test_a_word_of_another_program_gets_the_word_here(words: str, capsys):
     said = capsys.readouterr().err
     assert status == 2 and PROGRAMS[words] in said, said
     assert len(said.splitlines()) <= 2 and said.startswith("rl-fn: error: "), "one line, and where all options are"
+
+
+REWARDS = [
+    *("exact", "environment", "own.py:score", "steps=own.py:score", "reward=exact", "model:runs/x", "judge:a=b.toml"),
+    *(
+        "http://127.0.0.1:9/score",
+        "http://127.0.0.1:9/score#timeout=5&retries=0",
+        "name=https://a.b/score?steps=3#retries=0",
+    ),
+]
+
+
+def test_a_reward_in_any_form_is_no_option_of_another_program():
+    """The limits of a reward behind http, as --help writes them, were refused as NAME=VALUE."""
+    assert refusals(["--reward", *REWARDS, "--steps=3"], options_named("sft")) == ["there is no --reward"]
+    assert refusals(["--reward", *REWARDS], options_named("policy")) == []
+    for word in REWARDS:
+        assert refusals([f"--reward={word}"], options_named("policy")) == [], word
 
 
 COMMANDS = {
