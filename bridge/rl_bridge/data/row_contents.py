@@ -60,10 +60,16 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{path}: not a list of rows: it is nested too deep to be read") from None
     except ValueError as error:
         several = " (one row a line is .jsonl)" if str(error).startswith("Extra data: line 2 ") else ""
-        raise ValueError(f"{path}: not valid JSON: {error}{several}") from error
+        raise ValueError(f"{path}: not valid JSON: {_in_utf_8(error)}{several}") from error
     if not isinstance(rows, list):
         raise ValueError(f"{path}: expected a list of rows, got {type(rows).__name__} (one row a line is .jsonl)")
     yield from enumerate(rows, 1)
+
+
+def _in_utf_8(error: ValueError) -> str:
+    """The error in words; of a text that begins as another encoding does, which ``json`` takes it for, the encoding."""
+    of_bytes = isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8"
+    return f"it is {error.encoding.upper()} and not UTF-8: save it as UTF-8" if of_bytes else str(error)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -78,7 +84,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 except RecursionError:
                     yield number, Unreadable("nested too deep to be read")
                 except ValueError as error:
-                    yield number, Unreadable(f"not valid JSON: {error}")
+                    yield number, Unreadable(f"not valid JSON: {_in_utf_8(error)}")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Any]]:

@@ -86,7 +86,9 @@ def files_of(source: str) -> Files | None:
         every = part == "[:]"
         return Files(_of_split(path, split_name, every) if split_name else _all(path, every), part)
     if path.is_file():
-        raise ValueError(f"{source} is a file whose name does not end in {', '.join(SUFFIXES)}: its kind is not known")
+        reader = "; a reader of rows in Python is FILE.py:function" if path.suffix == ".py" else ""
+        ends = ", ".join(SUFFIXES)
+        raise ValueError(f"{source} is a file whose name does not end in {ends}: its kind is not known{reader}")
     return None
 
 

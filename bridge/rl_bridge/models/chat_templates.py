@@ -43,7 +43,7 @@ def read_template(file: Path) -> str:
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: it is empty, or no UTF-8.
+        ValueError: it is empty, no UTF-8, or JSON, as the file of a tokenizer that has a template inside.
     """
     if not file.is_file():
         raise FileNotFoundError(f"no such chat template: {file}")
@@ -53,6 +53,13 @@ def read_template(file: Path) -> str:
         raise ValueError(f"the chat template {file} is not UTF-8: {error}") from error
     if not text.strip():
         raise ValueError(f"the chat template {file} is empty, so every conversation would be")
+    try:
+        about = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(about, dict | list):
+        way_on = "save the text of its key chat_template as a file" if "chat_template" in about else "give a template"
+        raise ValueError(f"the chat template {file} is JSON, and a template is Jinja: {way_on}")
     return text
 
 

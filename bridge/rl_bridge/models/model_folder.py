@@ -251,4 +251,21 @@ def made(name: str, make: Callable[[], Made], what: str = "") -> Made:
         raise
     except Exception as error:  # KeyError, AttributeError and others, by the field that cannot be
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        if isinstance(error, KeyError) and (key := _key_of(Path(name) / CONFIG, error.args)) is not None:
+            kind = f"{key} of its {CONFIG} is nothing that transformers knows: "
         raise ValueError(f"no model can be loaded from {name!r}: {what}{kind}{error}") from error
+
+
+def _key_of(file: Path, values: Sequence[Any]) -> str | None:
+    """The key of a JSON file that has this one value, inner keys behind a dot; None where none or several have."""
+
+    def keys_of(value: Any, key: str) -> list[str]:
+        if isinstance(value, dict):
+            return [inner for name, item in value.items() for inner in keys_of(item, f"{key}.{name}")]
+        return [key[1:]] if [value] == list(values) else []
+
+    try:
+        keys = keys_of(json.loads(file.read_text("utf-8")), "")
+    except (OSError, ValueError):
+        return None
+    return keys[0] if len(keys) == 1 else None

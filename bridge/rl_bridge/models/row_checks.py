@@ -453,8 +453,8 @@ class Fits:
         if (largest := max(tokens)) >= self.embeddings:
             token = f" ({self.tokenizer.convert_ids_to_tokens(largest)!r})" if largest < 2**31 else ""
             raise ValueError(
-                f"the tokenizer gives the id {largest}{token}, and the model has {self.embeddings} embeddings: "
-                "the tokenizer is of another model"
+                f"the row has the token id {largest}{token}, and the model has {self.embeddings} embeddings: the "
+                "tokenizer, or the row's own ids, are of another model"
             )
         more = f" and {self.new_tokens} are sampled behind" if self.new_tokens else ""
         if self.positions is not None and len(tokens) + self.new_tokens > self.positions:

@@ -342,10 +342,12 @@ class ControlOptions:
         constants = {takes[name]: value for name, value in values.items()}
         if coef and "coef" in takes:
             constants[takes["coef"]] = float(coef)
-        try:
-            inspect.signature(make).bind(**constants)
-        except TypeError as error:
-            raise ValueError(f"{term} control of kind {self.kind}: {error}") from error
+        needed = {name for name, p in inspect.signature(make).parameters.items() if p.default is p.empty}
+        if lacking := [option for option, name in takes.items() if name in needed - constants.keys()]:
+            part = term.lower()
+            names = {option: f"--{part}-control.{option}" for option in lacking} | {"coef": f"--objective.{part}.coef"}
+            options = ", ".join(names[option] for option in sorted(lacking))
+            raise ValueError(f"{term} control of kind {self.kind} needs {options}")
         return make(**constants)
 
     def _function(self, term: str, samples: int) -> tuple[Callable[..., rl_fn.Controller], dict[str, str]]:

@@ -42,6 +42,8 @@ OF_LISTS: tuple[Protocol, ...] = ("batch", "trl")
 """One call has all trajectories, which the function may compare."""
 TEXTS = ("completion", "response", "text")
 """Names of a parameter that gets the completion's text."""
+OF_COLUMNS = ("answer", "solution", "ground_truth", "reference", "target", "gold", "expected", "truth")
+"""Names of a parameter that asks for a column, where the whole row comes."""
 _FORMS = (
     "(completion, row), (messages, answer), (trajectories) for a whole batch, (prompts, completions, columns of the "
     "data by name) as TRL's or (data_source, solution_str, ground_truth, extra_info) as verl's"
@@ -113,7 +115,7 @@ def _shown(signature: inspect.Signature) -> Protocol | None:
         return None if needed[0] in (*TEXTS, "messages", "row") else "batch"
     if needed == ["messages", "answer"]:
         return "messages"
-    if len(needed) == 2 and needed[0] not in ("messages", "row") and needed[1] not in ("answer", "messages", *TEXTS):
+    if len(needed) == 2 and needed[0] not in ("messages", "row") and needed[1] not in ("messages", *OF_COLUMNS, *TEXTS):
         return "completion"
     return None
 

@@ -39,10 +39,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         """Refuse limits that leave no turn."""
-        if self.max_turns < 1 or self.turn_tokens < 1 or (self.all_tokens is not None and self.all_tokens < 2):
+        if self.max_turns < 1 or self.turn_tokens < 1:
             raise ValueError(
-                "max_turns and turn_tokens must be ≥ 1 and all_tokens ≥ 2 or None, got "
-                f"{given(self, 'max_turns', 'turn_tokens', 'all_tokens')}"
+                f"a conversation has a turn, and a turn a token: got {given(self, 'max_turns', 'turn_tokens')}"
+            )
+        if self.all_tokens is not None and self.all_tokens < 2:
+            raise ValueError(
+                "a whole conversation has two tokens or more (max_tokens, --max-trajectory-tokens), got "
+                f"{self.all_tokens}"
             )
         if self.all_tokens is not None and self.longest is not None and self.all_tokens > self.longest:
             raise ValueError(

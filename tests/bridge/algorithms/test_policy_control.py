@@ -260,7 +260,8 @@ def test_options_of_controllers():
     ("options", "message"),
     [
         (ControlOptions(target=0.1), "KL control has options and no kind"),
-        (ControlOptions(kind="linear"), "KL control of kind linear: missing a required argument: 'target'"),
+        (ControlOptions(kind="linear"), "KL control of kind linear needs --kl-control.target"),
+        (ControlOptions(kind="constraint"), "KL control of kind constraint needs --kl-control.lr, --kl-control.target"),
         (ControlOptions(kind="pid", target=0.1, up=2.0), "KL control of kind pid does not take up"),
         (ControlOptions(kind="adaptive", target=0.1), "KL control of kind adaptive: there are constraint, exponential"),
         (ControlOptions(kind="linear", target=-1.0), "target must be"),

@@ -151,6 +151,12 @@ BAD = {
     "header alone": ("rows.csv", "prompt,answer\n", "has no rows"),
     "no parquet": ("rows.parquet", "prompt", "cannot be read as parquet"),
     "no arrow": ("rows.arrow", "prompt", "cannot be read as arrow"),
+    "utf-16 lines": (
+        "rows.jsonl",
+        f"{GOOD}\n{GOOD}\n".encode("utf-16"),
+        "it is UTF-16-LE and not UTF-8: save it as UTF-8",
+    ),
+    "a reader's file": ("rows.py", GOOD, r"its kind is not known; a reader of rows in Python is FILE\.py:function"),
     "latin-1 line": (
         "rows.jsonl",
         f"{GOOD}\n".encode() + b'{"prompt": "\xe9"}',

@@ -52,9 +52,15 @@ def adapter(kind, base, *lost):
 
 
 CASES = {
-    "activation": (changed("config.json", hidden_act="no-such"), "no-such"),
+    "activation": (
+        changed("config.json", hidden_act="no-such"),
+        "hidden_act of its config.json is nothing that transf",
+    ),
     "dtype": (changed("config.json", dtype="float5"), "float5"),
-    "rope": (changed("config.json", rope_parameters={"rope_type": "no-such", "rope_theta": 1e4}), "no-such"),
+    "rope": (
+        changed("config.json", rope_parameters={"rope_type": "no-such", "rope_theta": 1e4}),
+        "rope_parameters.rope_type of its config.json is nothing that transformers knows: 'no-such'",
+    ),
     "family": (changed("config.json", model_type="no-such"), "no-such"),
     "heads": (changed("config.json", num_attention_heads="x"), "config.json has num_attention_heads 'x'"),
     "no heads": (changed("config.json", num_attention_heads=0), "config.json has num_attention_heads 0"),

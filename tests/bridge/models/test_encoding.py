@@ -258,6 +258,8 @@ def test_a_conversation_may_begin_with_the_assistant(tokenizers):
     [
         (b"", "the chat template .*t.jinja is empty"),
         (b"\xff", "the chat template .*t.jinja is not UTF-8"),
+        (b'{"chat_template": "{{ messages }}"}', "t.jinja is JSON, and a template is Jinja: save the text of its key"),
+        (b'[{"role": "user"}]', "t.jinja is JSON, and a template is Jinja: give a template"),
         (b"{% for m in messages %}\n{{ m.content }", "the chat template .*t.jinja, line 2: unexpected '}'"),
     ],
 )

@@ -98,10 +98,10 @@ def test_a_vocabulary_larger_than_the_embedding(folder):
     source, _ = pretrained(str(folder))
     larger = character_tokenizer("0123456789+=abc")
     check_rows(source, larger, [{"prompt": "1+1="}], prompted(larger))
-    with pytest.raises(ValueError, match=r"row 1: the tokenizer gives the id 15 \('b'\), and the model has 14 em"):
+    with pytest.raises(ValueError, match=r"row 1: the row has the token id 15 \('b'\), and the model has 14 em"):
         check_rows(source, larger, [{"prompt": "b+1="}], prompted(larger))
     for huge in (10**9, 2**31, 2**63, 10**30):
-        with pytest.raises(ValueError, match=rf"row 1: the tokenizer gives the id {huge}.*, and the model has 14 em"):
+        with pytest.raises(ValueError, match=rf"row 1: the row has the token id {huge}.*, and the model has 14 em"):
             check_rows(source, larger, [{"prompt": [1, huge]}], prompted(larger))
     larger.add_special_tokens({"eos_token": "<end>"})
     with pytest.raises(ValueError, match="the eos_token has the id 17, and the model has 14 embeddings"):

@@ -107,5 +107,5 @@ def test_a_time_that_ends_before_it_begins_is_refused(model, tokenizer):
 
 
 def test_a_limit_that_leaves_no_turn_is_refused(rollout):
-    with pytest.raises(ValueError, match="max_turns and turn_tokens must be ≥ 1"):
+    with pytest.raises(ValueError, match="a conversation has a turn, and a turn a token: got"):
         rollout.converse([], SAMPLING, Repeats, 0)
