@@ -68,8 +68,9 @@ def _json(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _in_utf_8(error: ValueError) -> str:
     """The error in words; of a text that begins as another encoding does, which ``json`` takes it for, the encoding."""
-    of_bytes = isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8"
-    return f"it is {error.encoding.upper()} and not UTF-8: save it as UTF-8" if of_bytes else str(error)
+    if isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8":
+        return f"it is {error.encoding.upper()} and not UTF-8: save it as UTF-8"
+    return str(error)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, Any]]:
