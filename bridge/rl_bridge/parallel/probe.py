@@ -275,11 +275,6 @@ def _by_config(model: PreTrainedModel) -> Arrangements:
 
 def _compared(comparison: "_Comparison") -> Arrangements:
     name, ranks = type(without_peft(comparison.model)).__name__, comparison.ranks
-    if any_worker(not all(bool(v.isfinite().all()) for v in comparison.wanted.values), comparison.mesh):
-        raise ValueError(
-            f"{name}: the model's own forward of a row of a few tokens gives numbers that are NaN or infinite, so "
-            "that nothing can be learned from it: its weights or its code do, not how rows lie"
-        )
     logits_alone = isinstance(without_peft(comparison.model), GivesLogits)
     heads: tuple[HeadKind, ...] = ("linear", "logits") if comparison.is_language_model else ("linear",)
     heads = ("logits",) if logits_alone else heads
@@ -291,6 +286,11 @@ def _compared(comparison: "_Comparison") -> Arrangements:
     unlike = unpackable(comparison.model)
     if unlike is not None and ranks > 1:
         raise ValueError(f"{name} over {ranks} sequence ranks, where rows are packed: {unlike}; take sequence=1")
+    if any_worker(not all(bool(v.isfinite().all()) for v in comparison.wanted.values), comparison.mesh):
+        raise ValueError(
+            f"{name}: the model's own forward of a row of a few tokens gives numbers that are NaN or infinite, so "
+            "that nothing can be learned from it: its weights or its code do, not how rows lie"
+        )
     for attention, head in ways:
         wrong = comparison.difference(arranged, attention, head)
         if wrong is None:
