@@ -8,6 +8,7 @@ import pytest
 from rl_bridge.data.trajectory import single_turn
 from rl_bridge.rewards import exact_match, load_reward, score
 from rl_bridge.rewards import rewards as waiting
+from rl_bridge.rewards.function import protocol_of
 from rl_bridge.rewards.sources import RewardOptions, load
 
 ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
@@ -167,3 +168,12 @@ def test_a_reward_with_nothing_behind_its_colon_is_refused_as_that(kind, before)
     for refuse in (lambda source: load([source]), lambda source: RewardOptions(reward=(source,))):
         with pytest.raises(ValueError, match=rf"the reward '{before}{kind}' names no (folder|TOML file)"):
             refuse(before + kind)
+
+
+@pytest.mark.parametrize("second", ["answer", "solution", "ground_truth", "reference", "target", "gold", "expected"])
+def test_a_second_parameter_that_asks_for_a_column_is_refused_though_no_row_has_it(second):
+    """`completion == solution` compared with the whole row, and was 0 for all."""
+    scope: dict = {}
+    exec(f"def reward(completion, {second}):\n    return float(completion == {second})\n", scope)
+    with pytest.raises(ValueError, match=r"Behind a completion comes the whole row, which has the answer as row"):
+        protocol_of(scope["reward"], "reward")
