@@ -62,8 +62,7 @@ def refusals(words: Sequence[str], options: TrainerOptions) -> list[str]:
         rest.append(word)
         if colon and recipe in options.recipes.get(holder, {}) and chosen.setdefault(holder, recipe) != recipe:
             phrases.append(f"{holder}:{chosen[holder]} and {holder}:{recipe}: give one of them")
-    if len({word for unit in _units(rest, options) for word in _values_of("data", unit, options)}) > 1:
-        phrases.append("--data is given twice, and takes one value: a pattern, as 'data/*.jsonl', has several files")
+    phrases.extend(_twice(rest, options))
     for unit in _units(rest, options):
         phrases.extend(_wrong_unit(unit, options, options.defaults | chosen))
     return list(dict.fromkeys(phrases))
@@ -102,11 +101,16 @@ def _name(word: str, options: TrainerOptions) -> str:
     return whole if options.kind(whole) is not None else plain(word)
 
 
-def _values_of(name: str, unit: Sequence[str], options: TrainerOptions) -> list[str]:
-    """The values behind one option of a unit; none of another unit."""
-    first, equals, value = unit[0].partition("=")
-    is_it = first.startswith("--") and _name(unit[0], options) == name
-    return ([value] if equals else list(unit[1:2])) if is_it else []
+def _twice(words: Sequence[str], options: TrainerOptions) -> list[str]:
+    """Messages about lists and files of rows that are given twice: the first would be left out in silence."""
+    given_by: dict[str, set[tuple[str, ...]]] = {}
+    for unit in _units(words, options):
+        if unit[0].startswith("--"):
+            given_by.setdefault(_name(unit[0], options), set()).add((unit[0].partition("=")[2], *unit[1:]))
+    several = {name for name, values in given_by.items() if len(values) > 1}
+    lists = sorted(name for name in several if _items(options.kind(name)) is not None)
+    files = ["--data is given twice, and takes one value: a pattern, as 'data/*.jsonl', has several files"]
+    return [f"--{name} is given twice: give all its values behind one" for name in lists] + files * ("data" in several)
 
 
 def _wrong_unit(unit: Sequence[str], options: TrainerOptions, chosen: dict[str, str]) -> list[str]:

@@ -128,6 +128,8 @@ PROGRAMS = {
     "--seed 3 run.toml": "give a trainer or run file in front of all options: run.toml --seed 3",
     "--steps 3 sft": "give a trainer or run file in front of all options: sft --steps 3",
     "sft --data a.jsonl --data=b.jsonl": "--data is given twice, and takes one value: a pattern",
+    "policy --reward a.py:f --reward b.py:g": "--reward is given twice: give all its values behind one",
+    "policy --policy.pass-at 1 --policy.pass-at 4": "--policy.pass-at is given twice: give all its values behind one",
     "sft --output=": "--output needs a value behind it, got an empty text",
     "policy --objective.kl 0.1": "--objective.kl: did you mean --objective.kl.coef",
     "policy --ppo_epochs 4": "there is no --ppo-epochs",
