@@ -124,8 +124,10 @@ def _wrong_unit(unit: Sequence[str], options: TrainerOptions, chosen: dict[str, 
     if (kind := options.kind(name)) is None:
         return [_no_option(dashed(first[2:]), values, options)] if name not in OWN else []
     if (of := options.of_recipe(name)) is not None and chosen.get(of[0]) not in of[1]:
-        owners = ", ".join(f"{of[0]}:{recipe}" for recipe in sorted(of[1]))
-        return [f"--{name} is of {owners}; here it is {of[0]}:{chosen.get(of[0])}"]
+        owners, here = ", ".join(f"{of[0]}:{recipe}" for recipe in sorted(of[1])), chosen.get(of[0], "")
+        own = options.recipes[of[0]].get(here, set())
+        alike = [f", which has --{other}" for other in options.elsewhere(name) if other in own]
+        return [f"--{name} is of {owners}; here it is {of[0]}:{here}{''.join(alike[:1])}"]
     return _wrong_values(name, kind, values, options)
 
 

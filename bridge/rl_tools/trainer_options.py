@@ -178,10 +178,16 @@ class TrainerOptions:
             return [head]
         if word in names or last in names:
             return [word if word in names else last]
-        ends = [*(own for own, others in _ELSEWHERE.items() if last in others.split()), last]
-        options = [option for end in ends for option in names if f".{option}".endswith(f".{end}")]
+        options = [*self.elsewhere(word), *(option for option in names if f".{option}".endswith(f".{last}"))]
         under = [option for option in options if option.startswith(f"{head}.")] if head else []
         return list(dict.fromkeys(under or options))[:3]
+
+    def elsewhere(self, word: str) -> list[str]:
+        """Options that other programs have under the last part of a name."""
+        last = word.rpartition(".")[2]
+        ends = [own for own, others in _ELSEWHERE.items() if last in others.split()]
+        names = dict.fromkeys([*self.recipes, *self.names()])
+        return [option for end in ends for option in names if f".{option}".endswith(f".{end}")]
 
     def _alike(self, name: str) -> list[str]:
         """Options that are spelt nearly as a name, the nearest first."""

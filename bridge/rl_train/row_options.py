@@ -7,7 +7,7 @@ from typing import Any
 from rl_bridge.common.terminal import given
 from rl_bridge.data.census import Census
 from rl_bridge.loop.data import Model, Rows
-from rl_bridge.run.options import require_used
+from rl_bridge.run.options import STEPS, require_used
 from rl_bridge.run.provenance import with_evaluation
 from rl_train.options import RecipeOptions
 
@@ -22,10 +22,6 @@ class Inputs:
     census: Census
     fingerprints: dict[str, str]
     """Hashes of all rows, and of the held-out ones."""
-
-
-STEPS = 10**9
-"""Steps of a run at most: of a tenth of a second each they take three years."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from rl_bridge.engines import InferenceEngine, Mesh, TrainEngine
 from rl_bridge.engines.train import wants_proof
 from rl_bridge.functional import from_jax
 from rl_bridge.modules.policy import require_micro_batches, require_whole_batch
-from rl_bridge.run.options import require_used
+from rl_bridge.run.options import STEPS, require_used
 from rl_fn import Objective
 from rl_fn.objectives.components import (
     GAE,
@@ -257,6 +257,8 @@ class PolicyConfig:
         counted = ("steps", "prompts_per_step", "updates_per_step", "evaluate_every")
         if min(*(getattr(self, name) for name in counted), self.sampling_rounds, *self.pass_at) < 1:
             raise ValueError(f"counts must be ≥ 1, got {given(self, *counted, 'sampling_rounds', 'pass_at')}")
+        if self.steps > STEPS:
+            raise ValueError(f"steps={self.steps}: a run of so many never ends; give {STEPS:.0e} at most")
         if self.reference_every is not None and self.reference_every < 1:
             raise ValueError(f"reference_every counts steps and is at least 1, or None, got {self.reference_every}")
         if not 0 < self.reference_share <= 1:

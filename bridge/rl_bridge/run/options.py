@@ -20,6 +20,8 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 OBSERVED = ("trackers", "system_every", "memory")
 """Options that observers read, and the run itself does not."""
 
+STEPS = 10**9
+"""Steps of a run at most: of a tenth of a second each they take three years."""
 WHOLE = 2**63 - 1
 """The largest count or position, which has 64 bits."""
 

@@ -279,6 +279,13 @@ def test_a_run_that_never_ends_is_refused_with_its_number_of_steps(trainer, endl
     assert load(TRAINERS[trainer].default)(rows_per_step=2, epochs=1e8).steps_for(20) == 10**9
 
 
+def test_steps_of_reinforcement_learning_that_never_end_are_refused_too():
+    config = quickstart().policy
+    assert dataclasses.replace(config, steps=10**9).steps == 10**9
+    with pytest.raises(ValueError, match=r"^steps=1000000001: a run of so many never ends; give 1e\+09 at most$"):
+        dataclasses.replace(config, steps=10**9 + 1)
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_a_rollout_with_all_workers_to_itself_is_refused_with_the_numbers_to_give(workers):
     for apart in range(workers):

@@ -99,6 +99,7 @@ PROGRAMS = {
     "policy --pretrain tiny": "--pretrain: did you mean --model",
     "policy --n_samples_per_prompt 8": "--n-samples-per-prompt: did you mean --policy.sampling.n?",
     "policy --actor_rollout_ref.actor.optim.lr 1e-6": "did you mean --optimizer.learning-rate",
+    "policy --objective.kl_coef 0.1": "here it is objective:dapo, which has --objective.kl.coef",
     "policy --objective gspo": "--objective: write objective:gspo, one word without dashes in front (there are ",
     "policy --objective.name gspo": "--objective.name: write objective:gspo, one word",
     "policy --algorithm.adv_estimator dr_grpo": "write objective:dr-grpo, one word",
