@@ -346,8 +346,9 @@ class ControlOptions:
         if lacking := [option for option, name in takes.items() if name in needed - constants.keys()]:
             part = term.lower()
             names = {option: f"--{part}-control.{option}" for option in lacking} | {"coef": f"--objective.{part}.coef"}
-            options = ", ".join(names[option] for option in sorted(lacking))
-            raise ValueError(f"{term} control of kind {self.kind} needs {options}")
+            raise ValueError(
+                f"{term} control of kind {self.kind} needs {', '.join(names[option] for option in sorted(lacking))}"
+            )
         return make(**constants)
 
     def _function(self, term: str, samples: int) -> tuple[Callable[..., rl_fn.Controller], dict[str, str]]:

@@ -101,7 +101,6 @@ def refusal(trainer, changes):
     return str(refused.value)
 
 
-@pytest.mark.long
 def test_no_message_has_the_whole_of_the_options_usr_17():
     """As PolicyConfig(steps=2, …): an error of a dataclass of options shows those that it is about."""
     places = []
