@@ -361,8 +361,9 @@ class Rows:
         rows._others = {UNDIVIDED: self._fingerprint, **self._others}
         return rows, held_out
 
-    def exchange(self, rows: Sequence[Any]) -> None:
-        """Put other rows in the places of these: the same ones, with more that is known of each."""
+    def exchange(self, rows: Sequence[Any], marks: Mapping[str, str]) -> None:
+        """Put other rows in the places of these: the same ones, with what a model of these ``marks`` knows of each."""
+        self._others = {**self._others, **marks}
         stream = RowStream(rows, self._seed)
         stream.load_checkpoint_state(self.stream.checkpoint_state())
         self.rows, self.stream = rows, stream

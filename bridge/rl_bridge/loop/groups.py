@@ -25,6 +25,7 @@ from rl_bridge.common.argument_kinds import check_call, require_default
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import SamplingParams, Trajectory
 from rl_bridge.functional import from_jax
+from rl_bridge.loop.changes import note_evaluation
 from rl_bridge.loop.places import places_of
 from rl_bridge.models.pretrained import require_vocabulary
 from rl_bridge.modules.scoring import ScoringConfig
@@ -295,11 +296,10 @@ class Groups:
         require_ended(self.trajectories)
         if not bool(valid.any()):
             raise RewardError(f"no reward applies to any of the {valid.numel()} held-out completions")
-        if bool(valid.all()):
-            scores = rewards.mean(1).tolist()
-        else:  # the mean of the completions that count, of the prompts that have such a completion
-            rewards = rewards.masked_fill(~valid, torch.nan)
-            scores = rewards[valid.any(1)].nanmean(1).tolist()
+        note_evaluation(self.trajectories, {**self.settings(), "pass_at": [*pass_at], "correct_reward": correct_reward})
+        # The mean of the completions that count, of the prompts that have such a completion.
+        some = rewards.masked_fill(~valid, torch.nan)[valid.any(1)]
+        scores = (rewards.mean(1) if bool(valid.all()) else some.nanmean(1)).tolist()
         earned = self.scored.earned.masked_fill(~valid, torch.nan)
         named = {"held_out": interval(scores)} | pass_rates_of(earned, pass_at, correct_reward)
         failed = {f"held_out_{name}": share for name, share in failures(self.trajectories).items()}

@@ -16,7 +16,7 @@ from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.changes import Part, changed
+from rl_bridge.loop.changes import Part, changed, evaluations, scorers
 from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
 from rl_bridge.loop.scored import AdamW, Metrics, Scored
@@ -161,6 +161,8 @@ class Run:
         self._stages: list[str] = []
         self._entered = self._left = False
         self._compared: set[str] = set()
+        self._scorers: list[Part] = []
+        """Models that scored in this session and are in no checkpoint."""
         self._best_by: str | None = None
         """The metric that ``keep_best`` goes by."""
         self._numbers = dict[str, None]()
@@ -255,7 +257,8 @@ class Run:
             for step in self._run.steps(stage, total, state=holders):
                 while policies:  # the first step, with the weights of a checkpoint
                     policies.pop().remember()
-                changed.clear()
+                for events in (changed, scorers, evaluations):
+                    events.clear()
                 self._step = self._done[stage] = step
                 if completions is not None:
                     sampling[0].log_completions(completions, step)
@@ -265,11 +268,13 @@ class Run:
                     changed.clear()  # a step that the loop leaves is of this stage
                     raise
                 _require_whole(changed, list(parts.values()))
+                self._compare_step(stage)
                 if self._step is not None:
                     self.log()
                 phase_ended()
         self._done[stage] = self._run.done
-        changed.clear()
+        for events in (changed, scorers, evaluations):
+            events.clear()
 
     def log(self, *measured: Mapping[str, float] | Measured) -> None:
         """Write the record of this step: metrics of an update, of groups, or numbers of your own.
@@ -299,6 +304,17 @@ class Run:
         batch, tokens = (None, None) if last is None else (last.batch, last.tokens)
         self._run.log(self._step, metrics, tokens=tokens, batch=batch)
         self._done[self._stages[-1]], self._step = self._step + 1, None
+
+    def _compare_step(self, stage: str) -> None:
+        """Name frozen models and evaluations of this step that are others than in the session before."""
+        for number, settings in enumerate(evaluations):
+            self._compare(f"{stage}, evaluation {number}", settings)
+        known = [*self._parts.values(), *self._scorers]
+        for part in (part for part in scorers if self._named and not any(part is other for other in known)):
+            number = sum(other.kind == part.kind for other in self._scorers)
+            own = {**part.settings(), **part.fingerprints()}
+            self._scorers.append(part)
+            self._compare(f"{stage}, {part.kind} {number}" if number else f"{stage}, {part.kind}", own)
 
     def _compare(self, name: str, settings: Mapping[str, Any]) -> None:
         """Name what a resumed program does otherwise than the session before: settings that stand in no object's state.

@@ -19,6 +19,7 @@ from rl_bridge.data.token_batch import TokenBatch
 from rl_bridge.engines import Mesh, NeedParallel, TrainEngine
 from rl_bridge.engines.engine import Engine, Turns
 from rl_bridge.executors.session import current_executor
+from rl_bridge.loop.changes import note_scorer
 from rl_bridge.loop.data import Model, Rows
 from rl_bridge.loop.encoded import encoder_of
 from rl_bridge.loop.groups import GroupBatch, require_batch
@@ -269,9 +270,11 @@ class Reference(Scored):
         if isinstance(batch, PairBatch):
             self.require_encoded(batch)
             scoring = self._scoring_of_comparisons()
+            note_scorer(self)
             logprobs = self.engine.completion_logprobs(NeedParallel(batch))
             return batch._replace(ref_logprobs=logprobs, ref_scorings=(scoring,))
         self.require_batch(batch)
+        note_scorer(self)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
         return scored.scored_in_loss("ref_logprobs").with_scoring(self.kind, self.engine.scoring_config())
 
@@ -291,7 +294,7 @@ class Reference(Scored):
             )
         self.require_encoded(rows._batch(rows.rows[:1]))
         self._scoring_of_comparisons()
-        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token))
+        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token), self.fingerprints())
 
     def _scoring_of_comparisons(self) -> ScoringConfig:
         scoring = self.engine.scoring_config()
@@ -335,5 +338,6 @@ class Teacher(Scored):
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with the teacher's log-probability of each token that counts."""
         self.require_batch(batch)
+        note_scorer(self)
         scored = batch.with_fields(teacher_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
         return scored.with_scoring(self.kind, self.engine.scoring_config())
