@@ -1,11 +1,37 @@
 import signal
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tyro import _docstrings
 
 from rl_bridge.models.small import character_tokenizer, tiny_qwen2
+
+
+def remembered(make):
+    """tyro forgets the sources of all options after a command: reading them again was a third of a command's time."""
+    results = {}
+
+    def once(kind):
+        if kind not in results:
+            try:
+                results[kind] = make(kind), None
+            except OSError as error:  # a class that is made by a call has no source
+                results[kind] = None, error
+        tokens, error = results[kind]
+        if error is not None:
+            raise OSError(*error.args)
+        return tokens
+
+    return staticmethod(once)
+
+
+# The name is a private one: where tyro has it no more, tyro is left as it is.
+OF_CLASSES: Any = getattr(_docstrings, "_ClassTokenization", None)
+if hasattr(OF_CLASSES, "make"):
+    OF_CLASSES.make = remembered(OF_CLASSES.make)
 
 
 @pytest.fixture(autouse=True, scope="session")

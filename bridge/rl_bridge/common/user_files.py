@@ -343,11 +343,11 @@ os.register_at_fork(after_in_child=_now_here)
 def _neighbours(folder: Path) -> Iterator[None]:
     """Modules in the folder can be imported: first of all while the file is loaded, afterwards last of all."""
     # A neighbour of another file may have the same name.
-    for name, module in list(sys.modules.items()):
-        origin = getattr(module, "__file__", None)
-        is_here = (folder / f"{name}.py").is_file() or (folder / name).is_dir()
-        if is_here and origin and not {*Path(origin).parents[:2]}.isdisjoint(_folders - {folder}):
-            del sys.modules[name]
+    elsewhere = _folders - {folder}
+    for name in _names_in(folder):
+        if name in sys.modules and not elsewhere.isdisjoint(_folders_of(sys.modules[name])):
+            for inner in [each for each in list(sys.modules) if each == name or each.startswith(f"{name}.")]:
+                del sys.modules[inner]
     _folders.add(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -355,6 +355,22 @@ def _neighbours(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(folder)]
         sys.path.append(str(folder))  # for what the file's functions import when they are called
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Modules and packages of a folder, by name; those of all that is imported where the folder cannot be listed."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return {name for name in sys.modules if "." not in name}
+    return {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
+
+
+def _folders_of(module: Any) -> set[Path]:
+    """The folders that a module or a package lies in; a package without ``__init__.py`` has no file, and places."""
+    file = getattr(module, "__file__", None)
+    places = [*getattr(module, "__path__", ()), *([file] if file else [])]
+    return {Path(place).parent for place in places}
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:

@@ -12,7 +12,14 @@ from rl_fn._numerics import AT_LEAST_ONE, NOT_NEGATIVE, Array, Number, as_float,
 from rl_fn.advantages import baselines, group, passk, whitened
 from rl_fn.advantages.returns import Advantages
 from rl_fn.objectives.batch import Rollouts, counted, on_every_token, rewards_of
-from rl_fn.objectives.components.component import Component, check_function, check_numbers, constants_of, shown
+from rl_fn.objectives.components.component import (
+    Component,
+    check_function,
+    check_numbers,
+    check_once,
+    constants_of,
+    shown,
+)
 
 
 class Advantage(Component):
@@ -60,7 +67,8 @@ class PerCompletion(Advantage):
     def __post_init__(self) -> None:
         # The function's own checks of its hyper-parameters, when the component is made and not at the first rollout.
         if constants := constants_of(self):
-            jax.eval_shape(lambda r: type(self).function(r, **constants), jnp.zeros((1, 8)))
+            row = jax.ShapeDtypeStruct((1, 8), jnp.float32)
+            check_once(self, lambda: jax.eval_shape(lambda r: type(self).function(r, **constants), row))
 
     def per_completion(self, rollouts: Rollouts) -> jax.Array:
         """Return the advantage per completion."""

@@ -6,7 +6,7 @@ do, and jit would then mistake one objective for another.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, ClassVar
 
 import jax
@@ -35,6 +35,30 @@ def check_numbers(legal: Range, **values: Number | None) -> None:
 def constants_of(component: Any) -> dict[str, Any]:
     """Return a component's fields by name."""
     return {field.name: getattr(component, field.name) for field in dataclasses.fields(component)}
+
+
+_accepted: set[Hashable] = set()
+MOST_ACCEPTED = 4096
+
+
+def _with_type(value: Any) -> tuple[Any, ...]:
+    """Return a value with its type, and those of its parts: 1 and True are equal."""
+    return type(value), tuple(map(_with_type, value)) if isinstance(value, tuple) else value
+
+
+def check_once(component: Any, check: Callable[[], Any]) -> None:
+    """Run the check of a component's constants, which traces its function, unless equal ones have passed before."""
+    key = (type(component), *map(_with_type, constants_of(component).values()))
+    try:
+        if key in _accepted:
+            return
+    except TypeError:  # arrays, and what is traced, are looked at each time
+        check()
+        return
+    check()
+    if len(_accepted) >= MOST_ACCEPTED:  # a schedule makes new constants in every step
+        _accepted.clear()
+    _accepted.add(key)
 
 
 class Component:
@@ -152,7 +176,11 @@ class Known(PerToken):
     def __post_init__(self) -> None:
         # The function's own checks of its hyper-parameters, when the component is made and not at the first batch.
         row, mask = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (jnp.float32, jnp.bool_))
-        jax.eval_shape(lambda x, m: self(Batch(x, x, x, m, rollout_logprobs=x, entropies=x, correct=m)), row, mask)
+
+        def loss(x: jax.Array, m: jax.Array) -> jax.Array:
+            return self(Batch(x, x, x, m, rollout_logprobs=x, entropies=x, correct=m))
+
+        check_once(self, lambda: jax.eval_shape(loss, row, mask))
 
 
 class FunctionLoss(Known):

@@ -9,7 +9,7 @@ from rl_fn import aggregation, rewards, value_losses
 from rl_fn._numerics import NOT_NEGATIVE, POSITIVE, Array, Number, require
 from rl_fn.divergences import estimators as divergences
 from rl_fn.objectives.batch import Batch, Rollouts
-from rl_fn.objectives.components.component import Component, check_numbers, constants_of
+from rl_fn.objectives.components.component import Component, check_numbers, check_once, constants_of
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+")
 KL_EQUATIONS = {"k1": "d", "k2": "d²/2", "k3": "e^(−d) + d − 1", "abs": "|d|"}
@@ -32,7 +32,7 @@ class Aggregation(Component):
         require(fits, f"need a max_completion_length that fits the mode: {remedy}; got {given}")
         # Shapes, for an array would start a backend where a module makes an objective as it is imported.
         x, mask = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32), jax.ShapeDtypeStruct((1, 1, 1), jnp.bool_)
-        jax.eval_shape(lambda x, mask: Aggregation.__call__(self, x, mask, None), x, mask)
+        check_once(self, lambda: jax.eval_shape(lambda x, mask: Aggregation.__call__(self, x, mask, None), x, mask))
 
     def __call__(self, x: Array, mask: Array, segment_ids: Array | None) -> aggregation.Ratio:
         """Return the undivided aggregate."""
