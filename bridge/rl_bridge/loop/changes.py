@@ -1,4 +1,4 @@
-"""What happens in a step of a loop: changes, which a checkpoint must hold, scores, evaluations, draws in order."""
+"""Events of a step of a loop: changes, which a checkpoint must hold, scores, evaluations, draws in order."""
 
 import hashlib
 import itertools
@@ -16,7 +16,7 @@ changed: "list[Part]" = []
 scorers: "list[Part]" = []
 """Models that scored since the run's step began; the run compares those in none of its checkpoints at a resume."""
 evaluations: deque[Mapping[str, Any]] = deque(maxlen=64)  # a loop without a run never looks
-"""What decided the held-out numbers since the run's step began, which a resumed run compares as well."""
+"""Settings that decided held-out numbers since the run's step began, which a resumed run compares as well."""
 
 
 def change(part: "Part") -> int:

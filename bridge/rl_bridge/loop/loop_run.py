@@ -309,8 +309,8 @@ class Run:
         """Name frozen models and evaluations of this step that are others than in the session before."""
         for number, settings in enumerate(evaluations):
             self._compare(f"{stage}, evaluation {number}", settings)
-        known = [*self._parts.values(), *self._scorers]
-        for part in (part for part in scorers if self._named and not any(part is other for other in known)):
+        compared = [*self._parts.values(), *self._scorers]
+        for part in (part for part in scorers if self._named and not any(part is other for other in compared)):
             number = sum(other.kind == part.kind for other in self._scorers)
             own = {**part.settings(), **part.fingerprints()}
             self._scorers.append(part)
