@@ -231,6 +231,12 @@ COMMANDS = [
         "minutes",
     ),
     Command(
+        ".venv/bin/python experiments/benchmarks/loop_cost.py",
+        ".venv/bin/python experiments/benchmarks/loop_cost.py --steps 2 --prompts 2 --n 2 --tokens 2 "
+        "--output $SCRATCH/loop",
+        "minutes",
+    ),
+    Command(
         ".venv/bin/python experiments/benchmarks/executor_failures.py",
         ".venv/bin/python experiments/benchmarks/executor_failures.py --help",
         "half an hour, and Ray",

@@ -89,6 +89,7 @@ def test_parts_of_an_equation_have_lines_of_their_own():
     assert equation("a = b;\nc\n+ d").count("<span>") == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", recipes.__all__)
 def test_the_picture_of_a_recipe_shows_its_gradient(name):
     """At ratio 1 every recipe follows the advantage: up for a good completion, down for a bad one."""

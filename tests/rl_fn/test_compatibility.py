@@ -209,6 +209,7 @@ def full() -> rl_fn.Batch:
     return batch(rl_fn.recipes.dapo(), 4)._replace(values=None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_with_every_aggregation_and_correction_works_or_is_refused(loss, full):
     """Shapes only, which is what an objective that cannot work fails at; numbers are the recipes' laws."""

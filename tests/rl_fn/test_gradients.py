@@ -45,6 +45,7 @@ def assert_slope(key, value, arrays):
         np.testing.assert_allclose(np.vdot(np.asarray(got), direction), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", SMOOTH)
 def test_gradient_is_the_difference_quotient(key):
     with jax.enable_x64(True):

@@ -64,6 +64,7 @@ def test_what_takes_no_array_is_listed_and_says_so():
         assert "static" in entry, place
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_traced_mapped_and_differentiated(name):
     """One program: settings under vmap, their gradients, and the same settings as constants."""
@@ -113,6 +114,7 @@ def test_traced_mapped_and_differentiated(name):
         np.testing.assert_allclose(slope, quotient, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
 @pytest.mark.parametrize("name", WITH_NUMBERS)
 def test_each_alone_in_any_dtype_changes_no_dtype(name, dtype):

@@ -53,6 +53,7 @@ def types_that_hold(arrays, places, dtypes):
     return [d for d in dtypes if np.iinfo(d).min <= ids.min() and ids.max() <= np.iinfo(d).max]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", TAKE_INTEGERS)
 def test_nothing_is_computed_in_a_type_that_may_be_too_narrow(key):
     places, arrays = integer_places(key), split(*CASES[key].make(5))[0]
@@ -73,6 +74,7 @@ def test_bytes_on_axes_longer_than_a_byte_give_the_numbers_of_int32(key):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", TAKE_INTEGERS)
 def test_wide_ids_with_x64_give_the_numbers_of_int32(key):
     places, arrays = integer_places(key), split(*CASES[key].make(5))[0]

@@ -78,6 +78,7 @@ def changes(key, name, seed):
 BY_SHAPE = {("dequantize", "block")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "name"),
     [

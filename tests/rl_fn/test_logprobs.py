@@ -101,6 +101,7 @@ def test_linear_logprobs_do_not_depend_on_the_chunk_and_never_hold_the_logits():
     assert "tensor<6x7xf32>" in text and "tensor<6x103xf32>" not in text and "tensor<15x6x7xf32>" not in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("offset", [0.0, 1e4])
 def test_bfloat16_logits_of_a_large_vocabulary(offset):
     """Within 1e-4 nats of float64 on the same bfloat16 values; the entropy does not mind a common offset."""

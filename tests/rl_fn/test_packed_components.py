@@ -93,6 +93,7 @@ def test_every_loss_and_correction_takes_packed_rows():
     assert len(CALLED) > len(LOSSES | CORRECTIONS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("key", CALLED)
 def test_packed_is_padded_with_or_without_what_is_not_finite(key):
     shape = padded().mask.shape

@@ -118,6 +118,7 @@ def spoil(args, mask, floats, value, seed):
     return spoiled
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda c: "-".join([c[0], *(word for _, word in c[1:])]))
 def test_packed_is_padded_beside_what_is_not_finite(combination):
     name, *words = combination

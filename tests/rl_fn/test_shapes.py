@@ -127,6 +127,7 @@ def _cases() -> dict[str, list[str]]:
 SEVERAL = _cases()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(SEVERAL))
 def test_another_shape_is_refused(name, as_installed):
     accepted, free = [], set()

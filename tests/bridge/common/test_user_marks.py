@@ -33,6 +33,7 @@ def is_compared(kind, form):
     return form != "alone" or callable(KINDS[kind](0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_equal_contents_have_one_mark_and_others_another(processes, kind, form):
@@ -42,6 +43,7 @@ def test_equal_contents_have_one_mark_and_others_another(processes, kind, form):
     assert len(max(one, changed, key=len)) <= 200 and SECRET not in one + changed and "horse" not in one + changed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", STATES)
 def test_what_has_no_content_has_a_mark_of_its_type(processes, kind, form):

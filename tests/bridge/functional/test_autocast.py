@@ -13,6 +13,7 @@ from tests.rl_fn.registry import CASES
 ONE_EACH = sorted({CASES[name].name: name for name in NAMES}.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ONE_EACH)
 def test_the_same_numbers_as_without(name):
     lowered = from_jax(CASES[name].function)

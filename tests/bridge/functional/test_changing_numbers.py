@@ -36,6 +36,7 @@ RANDOM = {case.name for case in CASES.values() if case.random}  # random bits ha
 NAMES = [name for name in WITH_NUMBERS if name not in CONSTRUCTORS and name not in RANDOM]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_two_values_are_one_program(name):
     call, own, others = call_of(name)

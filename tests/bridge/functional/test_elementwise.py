@@ -143,6 +143,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "name"), [(f, name) for f, family in FAMILIES.items() for name in family.functions])
 @given(shape=SHAPES, seed=SEEDS)
 def test_as_in_jax(family, name, shape, seed):

@@ -31,6 +31,7 @@ def made(monkeypatch):
     return names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_shape_makes_no_second_program_and_is_right(name, made):
     """The program for all shapes computes what a program that is traced for that very shape computes."""

@@ -311,6 +311,7 @@ def test_every_rule_has_a_case_and_every_case_a_rule():
     assert set(CASES) | SYMBOLIC == set(RULES) - OURS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "number"), [(name, i) for name, cases in CASES.items() for i in range(len(cases))])
 def test_value_and_gradient_at_special_values(name, number):
     function, *args = CASES[name][number]

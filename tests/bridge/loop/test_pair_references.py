@@ -38,6 +38,7 @@ def test_each_option_of_scoring_is_of_one_kind():
     assert {field.name for field in fields(ScoringConfig)} == {*OTHER, *ALIKE}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REFERENCED)
 def test_no_loss_reads_a_reference_that_scores_otherwise(model, released, name):
     """log π of one distribution less log π_ref of another: every margin was wrong, without a word."""

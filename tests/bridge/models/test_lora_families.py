@@ -81,6 +81,7 @@ def close(found, wanted):
     torch.testing.assert_close(found, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "targets"), CASES, ids=lambda x: x if isinstance(x, str) else "asked")
 def test_what_an_adapter_trains_is_what_it_merges_to(family, targets, tmp_path, monkeypatch):
     base = tiny(family)

@@ -85,6 +85,7 @@ def test_after_training_every_arrangement_gives_the_numbers_of_rows_alone(kind, 
     assert (module.arrangements.packed, module.arrangements.shared) == RIGHT[kind]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("start", STARTS)

@@ -81,6 +81,7 @@ def formula(loss, batch, logprobs):
     return jnp.sum(losses) / len(losses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_that_of_the_formula_in_one_pass(module, name):
     loss = CASES[name]

@@ -34,6 +34,7 @@ def ranks(tmp_path_factory):
     return found_by_ranks(rank, 2, tmp_path_factory.mktemp("gloo"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_one_step_is_that_of_one_process(ranks, name):
     one_step.assert_one_process(ranks, name, LAYOUTS[name])

@@ -170,6 +170,7 @@ def test_a_checkpoint_goes_on_where_it_was(ranks):
     assert [found["restored"] for _, found in ranks] == [[True, True]] * 2
 
 
+@pytest.mark.long
 def test_tensor_parallelism_is_refused(ranks):
     for _, found in ranks:
         assert found["tensor"] == "LoRA adapters have no tensor-parallel plan: train them with tensor=1, not 2"

@@ -63,6 +63,7 @@ def assert_one_process(ranks, name):
         assert 0.5 <= differences["held"] < 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", USUAL)
 def test_two_ranks_are_one_process(usual, name):
     assert_one_process(usual, name)

@@ -45,6 +45,7 @@ def fused_loss(hidden, weight, bias, backend):
 LOSSES = {"linear_logprobs": token_loss, "topk_logprobs": top_k_loss, "linear_policy_loss": fused_loss}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", WANTED, ids=str)
 @each_backend(*LOSSES)
 def test_the_gradients_that_are_needed_are_the_same_bits(operation, backend, wanted):

@@ -23,6 +23,7 @@ def rl_fns(name):
     return quantized(weights(), name, "reference")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("backend", [b for b in backends("quantize") if b != "reference"])
 def test_codes_and_scales_are_rl_fns(backend, name):

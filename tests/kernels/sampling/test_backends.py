@@ -35,6 +35,7 @@ def rl_fn_kept(logits, temperature, top_k, top_p, min_p, **_):
     return torch.tensor(x.tolist(), dtype=torch.float64)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [1, 31, 33, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @DRAWING

@@ -101,6 +101,7 @@ def ranks(tmp_path_factory):
     return found_by_ranks(functools.partial(as_rank, work, 2), 2, tmp_path_factory.mktemp("gloo"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_sequence_ranks_are_its_own_eager_attention(ranks, family):
     for _, found in ranks:

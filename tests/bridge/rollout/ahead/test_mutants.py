@@ -294,6 +294,7 @@ FIRST = {"counts_the_rounds_anew_after_a_death": 1600, "takes_what_an_earlier_be
 """Seed of a world in which a rare fault shows, so that nobody waits for it."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(monkeypatch, name):
     of, method, make = FAULTS[name]

@@ -112,6 +112,7 @@ def assert_each_row_once(*parts):
     assert sum(times) == sum(counts.values()) and max(times) - min(times) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("pace", PACES)
 def test_groups_that_are_not_trained_on_are_drawn_again_with_the_new_settings(capsys, pace, change):
@@ -144,6 +145,7 @@ def test_what_is_drawn_again_is_what_a_run_in_step_draws_there(pace, change):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace", PACES)
 @pytest.mark.parametrize("staleness", [1, 2, 3, 5])
 @pytest.mark.parametrize("version", ["this", "an earlier one"])

@@ -214,6 +214,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pace", [PARTIAL, FREE])
 @pytest.mark.parametrize("change", OTHERS)
 def test_conversations_ahead_are_held_again_where_rows_or_environments_are_others(
