@@ -232,8 +232,7 @@ COMMANDS = [
     ),
     Command(
         ".venv/bin/python experiments/benchmarks/loop_cost.py",
-        ".venv/bin/python experiments/benchmarks/loop_cost.py --steps 2 --prompts 2 --n 2 --tokens 2 "
-        "--output $SCRATCH/loop",
+        ".venv/bin/python experiments/benchmarks/loop_cost.py --sizes 1M --steps 1 --output $SCRATCH/loop",
         "minutes",
     ),
     Command(

@@ -13,9 +13,20 @@ from rl_fn.objectives.components import component
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A component's constants, whatever they are."""
+    """A component's constants, whatever they are; of the library, for a user's are looked at each time."""
 
+    __module__ = "rl_fn.a_part"
     value: object
+
+
+class OfAUser(Part):
+    """A user's subclass, which may read what is no field."""
+
+    __module__ = "my_losses"
+
+
+class Changing:
+    """A number that can be changed, with the hash of its object."""
 
 
 @pytest.fixture
@@ -37,11 +48,22 @@ def test_equal_constants_of_one_type_are_looked_at_once(checked):
     assert [type(value) for value in seen] == [int, bool, float, str, type(None), tuple, tuple]
 
 
-@pytest.mark.parametrize("value", [np.ones(1), jnp.ones(1), [1]], ids=["NumPy", "JAX", "list"])
-def test_what_has_no_hash_is_looked_at_each_time(checked, value):
+CHANGING = [np.ones(1), jnp.ones(1), [1], np.float32(1), Changing(), (1, Changing())]
+
+
+@pytest.mark.parametrize("value", CHANGING, ids=["NumPy", "JAX", "list", "scalar", "object", "tuple"])
+def test_what_may_change_is_looked_at_each_time(checked, value):
     check, seen = checked
     check(value)
     check(value)
+    assert len(seen) == 2
+
+
+def test_a_user_s_own_component_is_looked_at_each_time(monkeypatch):
+    monkeypatch.setattr(component, "_accepted", set())
+    seen = []
+    for _ in range(2):
+        component.check_once(OfAUser(1), lambda: seen.append(1))
     assert len(seen) == 2
 
 

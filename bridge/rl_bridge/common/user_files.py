@@ -5,6 +5,7 @@ import functools
 import importlib.machinery
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import threading
@@ -343,11 +344,11 @@ os.register_at_fork(after_in_child=_now_here)
 def _neighbours(folder: Path) -> Iterator[None]:
     """Modules in the folder can be imported: first of all while the file is loaded, afterwards last of all."""
     # A neighbour of another file may have the same name.
-    elsewhere = _folders - {folder}
-    for name in _names_in(folder):
-        if name in sys.modules and not elsewhere.isdisjoint(_folders_of(sys.modules[name])):
+    elsewhere = {str(other) for other in _folders - {folder}}
+    for name in [each for each in list(sys.modules) if "." not in each and each != "__main__"]:
+        if not elsewhere.isdisjoint(_folders_of(sys.modules.get(name))) and _lies_in(folder, name):
             for inner in [each for each in list(sys.modules) if each == name or each.startswith(f"{name}.")]:
-                del sys.modules[inner]
+                sys.modules.pop(inner, None)
     _folders.add(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -357,20 +358,19 @@ def _neighbours(folder: Path) -> Iterator[None]:
         sys.path.append(str(folder))  # for what the file's functions import when they are called
 
 
-def _names_in(folder: Path) -> set[str]:
-    """Modules and packages of a folder, by name; those of all that is imported where the folder cannot be listed."""
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:
-        return {name for name in sys.modules if "." not in name}
-    return {entry.name.removesuffix(".py") for entry in entries if entry.name.endswith(".py") or entry.is_dir()}
+def _lies_in(folder: Path, name: str) -> bool:
+    """Whether an import finds a module or a package of this name in the folder: one of rows alone is no package."""
+    place = folder / name
+    inside = itertools.chain(place.glob("*.py"), place.glob("*/*.py"))
+    return os.path.isfile(f"{place}.py") or (os.path.isdir(place) and next(inside, None) is not None)
 
 
-def _folders_of(module: Any) -> set[Path]:
-    """The folders that a module or a package lies in; a package without ``__init__.py`` has no file, and places."""
-    file = getattr(module, "__file__", None)
-    places = [*getattr(module, "__path__", ()), *([file] if file else [])]
-    return {Path(place).parent for place in places}
+def _folders_of(module: Any) -> set[str]:
+    """The folders that a module or a package may be imported from; one without ``__init__.py`` has places, no file."""
+    own = getattr(module, "__dict__", {})  # a module may have a __getattr__ of its own
+    file, places = own.get("__file__"), own.get("__path__") or ()
+    parents = [os.path.dirname(str(place)) for place in (file, *places) if place is not None]
+    return {*parents, *map(os.path.dirname, parents)}
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:

@@ -2,7 +2,8 @@
 
 import hashlib
 import itertools
-from collections import deque
+import json
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,32 +14,27 @@ from rl_bridge.run.run import Stateful
 _numbers = itertools.count()
 changed: "list[Part]" = []
 """Objects that changed since the run's step began; the run looks whether its checkpoints have them."""
-scorers: "list[Part]" = []
-"""Models that scored since the run's step began; the run compares those in none of its checkpoints at a resume."""
-evaluations: deque[Mapping[str, Any]] = deque(maxlen=64)  # a loop without a run never looks
-"""Settings that decided held-out numbers since the run's step began, which a resumed run compares as well."""
+noted: "deque[tuple[str, Mapping[str, Any]]]" = deque(maxlen=64)  # a loop without a run never looks
+"""Frozen models that scored since the run's step began, and evaluations, by kind: the settings of each."""
 
 
 def change(part: "Part") -> int:
     """Note that an object changed; the number of this event in the life of the process."""
-    _add(part, changed)
+    if not any(part is other for other in changed):
+        changed.append(part)
     return next(_numbers)
 
 
-def note_scorer(part: "Part") -> None:
+def note_scorer(kind: str, settings: Mapping[str, Any]) -> None:
     """Note that a frozen model scored what an update reads."""
-    _add(part, scorers)
+    noted.append((kind, settings))
 
 
 def note_evaluation(trajectories: Sequence[Trajectory], settings: Mapping[str, Any]) -> None:
     """Note that held-out numbers were made of completions, with the ``settings`` that decided these."""
-    prompts = [[*one.prompt_tokens] for one in trajectories]
-    evaluations.append({**settings, "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]})
-
-
-def _add(part: "Part", parts: "list[Part]") -> None:
-    if not any(part is other for other in parts):
-        parts.append(part)
+    rows = {one.group: [one.row.get(key) for key in ("prompt", "messages", "answer")] for one in trajectories}
+    text = json.dumps(rows, default=lambda value: type(value).__name__)
+    noted.append(("evaluation", {**settings, "prompts": hashlib.sha256(text.encode()).hexdigest()[:16]}))
 
 
 def draw() -> int:
@@ -63,3 +59,18 @@ class Part(Protocol):
     def fingerprints(self) -> Mapping[str, str]:
         """Hashes of files that a resumed run must have again, by what the files are."""
         ...
+
+
+def names_of(state: Sequence[Part]) -> list[str]:
+    """The name of each object: its kind, with a number behind the second of a kind.
+
+    >>> from types import SimpleNamespace
+    >>> names_of([SimpleNamespace(kind=kind) for kind in ("policy", "rows", "policy")])
+    ['policy', 'rows', 'policy-2']
+    """
+    seen_kinds: Counter[str] = Counter()
+    names = []
+    for part in state:
+        seen_kinds[part.kind] += 1
+        names.append(part.kind if seen_kinds[part.kind] == 1 else f"{part.kind}-{seen_kinds[part.kind]}")
+    return names

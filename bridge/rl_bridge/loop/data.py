@@ -22,7 +22,7 @@ from rl_bridge.data.tasks import split_rows
 from rl_bridge.data.token_batch import TokenBatch, collate
 from rl_bridge.data.trajectory import Trajectory
 from rl_bridge.data.unread_keys import ROW_KEYS, SUPERVISED_KEYS, KeyMemory, UnreadColumns, remark_on_keys
-from rl_bridge.loop.changes import change
+from rl_bridge.loop.changes import change, note_scorer
 from rl_bridge.loop.encoded import encoded, encoded_comparisons, has_roles, marked, pad_of_rewards, remark_on_unread
 from rl_bridge.models.chat_templates import dates_of
 from rl_bridge.models.model_source import ModelSource, PretrainedSource
@@ -304,6 +304,8 @@ class Rows:
         self._seed, self._collate = seed, collate
         self._fingerprint = of_rows(rows) if fingerprint is None else fingerprint
         self._others = dict(reader or {})
+        self._reference: dict[str, str] = {}
+        """Marks of the model whose scores the rows hold."""
         self.count = len(rows)
         self.census = SourceCensus(read=self.count, trained=self.count) if census is None else census
 
@@ -331,6 +333,8 @@ class Rows:
         """
         if count < 1:
             raise ValueError(f"a batch has at least one row, got {count}")
+        if self._reference:
+            note_scorer("cached reference", self._reference)
         return self._batch(self.take(count))
 
     def all(self) -> Any:
@@ -363,7 +367,7 @@ class Rows:
 
     def exchange(self, rows: Sequence[Any], marks: Mapping[str, str]) -> None:
         """Put other rows in the places of these: the same ones, with what a model of these ``marks`` knows of each."""
-        self._others = {**self._others, **marks}
+        self._reference = dict(marks)
         stream = RowStream(rows, self._seed)
         stream.load_checkpoint_state(self.stream.checkpoint_state())
         self.rows, self.stream = rows, stream

@@ -1,8 +1,7 @@
 """``Run``: the steps of a loop in a folder, logged, checkpointed, and taken up again bit for bit."""
 
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from rl_bridge.data.census import Census
 from rl_bridge.engines.engine import Engine
 from rl_bridge.executors.session import current_executor
 from rl_bridge.loop.ahead import Ahead
-from rl_bridge.loop.changes import Part, changed, evaluations, scorers
+from rl_bridge.loop.changes import Part, changed, names_of, noted
 from rl_bridge.loop.data import Rows
 from rl_bridge.loop.groups import Groups
 from rl_bridge.loop.scored import AdamW, Metrics, Scored
@@ -89,7 +88,7 @@ class Run:
                     "state holds the rows and Ahead, which saves their place itself: leave the rows out; a stage "
                     "before takes rows of its own, of another load_rows"
                 )
-        parts = dict(zip(_names(state), state, strict=True))
+        parts = dict(zip(names_of(state), state, strict=True))
         rows = (part.rows if isinstance(part, Ahead) else part for part in state)
         censuses = [part.census for part in rows if isinstance(part, Rows)]
         options = LoopOptions(
@@ -161,8 +160,8 @@ class Run:
         self._stages: list[str] = []
         self._entered = self._left = False
         self._compared: set[str] = set()
-        self._scorers: list[Part] = []
-        """Models that scored in this session and are in no checkpoint."""
+        self._noted = dict[str, list[dict[str, Any]]]()
+        """Frozen models and evaluations of the sessions before, by stage and kind."""
         self._best_by: str | None = None
         """The metric that ``keep_best`` goes by."""
         self._numbers = dict[str, None]()
@@ -233,7 +232,7 @@ class Run:
             if not state:
                 raise ValueError("each stage of a recipe names its state: run.steps(total, [policy, rows])")
             added = [part for part in state if not any(part is other for other in self._parts.values())]
-            names = _names([*self._parts.values(), *added])[len(self._parts) :]
+            names = names_of([*self._parts.values(), *added])[len(self._parts) :]
             self._parts |= dict(zip(names, added, strict=True))
         parts = self._parts if state is None else {self._name_of(part): part for part in state}
         stage = next((name for name, part in parts.items() if isinstance(part, Scored)), next(iter(parts)))
@@ -257,8 +256,8 @@ class Run:
             for step in self._run.steps(stage, total, state=holders):
                 while policies:  # the first step, with the weights of a checkpoint
                     policies.pop().remember()
-                for events in (changed, scorers, evaluations):
-                    events.clear()
+                changed.clear()
+                noted.clear()
                 self._step = self._done[stage] = step
                 if completions is not None:
                     sampling[0].log_completions(completions, step)
@@ -266,6 +265,7 @@ class Run:
                     yield step
                 except GeneratorExit:
                     changed.clear()  # a step that the loop leaves is of this stage
+                    noted.clear()
                     raise
                 _require_whole(changed, list(parts.values()))
                 self._compare_step(stage)
@@ -273,8 +273,8 @@ class Run:
                     self.log()
                 phase_ended()
         self._done[stage] = self._run.done
-        for events in (changed, scorers, evaluations):
-            events.clear()
+        changed.clear()
+        noted.clear()
 
     def log(self, *measured: Mapping[str, float] | Measured) -> None:
         """Write the record of this step: metrics of an update, of groups, or numbers of your own.
@@ -306,15 +306,26 @@ class Run:
         self._done[self._stages[-1]], self._step = self._step + 1, None
 
     def _compare_step(self, stage: str) -> None:
-        """Name frozen models and evaluations of this step that are others than in the session before."""
-        for number, settings in enumerate(evaluations):
-            self._compare(f"{stage}, evaluation {number}", settings)
-        compared = [*self._parts.values(), *self._scorers]
-        for part in (part for part in scorers if self._named and not any(part is other for other in compared)):
-            number = sum(other.kind == part.kind for other in self._scorers)
-            own = {**part.settings(), **part.fingerprints()}
-            self._scorers.append(part)
-            self._compare(f"{stage}, {part.kind} {number}" if number else f"{stage}, {part.kind}", own)
+        """Name a frozen model or an evaluation of this step that no step of the sessions before had.
+
+        Several may take turns. What differed among those of before is a schedule's, and is not named.
+        """
+        while noted:
+            kind, settings = noted.popleft()
+            if not self._named:
+                continue
+            name = f"{stage}, {kind}"
+            own = json_of(name, dict(settings))
+            logged = self._run.cached_result(f"noted/{name}", lambda: {"all": []})["all"]
+            before = self._noted.setdefault(name, list(logged))
+            if own in logged:
+                continue
+            logged.append(own)
+            del logged[:-_NOTED]
+            moved = {key for key in own if any(one.get(key) != before[0].get(key) for one in before)}
+            if before and name not in self._compared:
+                self._compared.add(name)
+                self._remark(name, before[-1], own, moved)
 
     def _compare(self, name: str, settings: Mapping[str, Any]) -> None:
         """Name what a resumed program does otherwise than the session before: settings that stand in no object's state.
@@ -331,7 +342,13 @@ class Run:
             logged["moved"] = sorted({*logged["moved"], *changed})
             return
         self._compared.add(name)
-        if words := [f"{key} {before.get(key)!r} → {own.get(key)!r}" for key in changed if key not in logged["moved"]]:
+        self._remark(name, before, own, logged["moved"])
+
+    @staticmethod
+    def _remark(name: str, before: Mapping[str, Any], own: Mapping[str, Any], moved: Collection[str]) -> None:
+        """Name the settings that are others than ``before``, but those that had ``moved`` before."""
+        changed = [key for key in {**before, **own} if before.get(key) != own.get(key) and key not in moved]
+        if words := [f"{key} {before.get(key)!r} → {own.get(key)!r}" for key in changed]:
             remark(
                 f"the run before had other settings than the program has now ({name}): {'; '.join(words)}; a schedule "
                 "of the program's own may be all there is to it"
@@ -451,6 +468,8 @@ def _remark_on_warmup(name: str, optimizer: Any) -> None:
             )
 
 
+_NOTED = 16
+"""Frozen models and evaluations of a kind that a checkpoint holds."""
 _LIST = "a list of the objects that change from step to step, as [policy, rows]"
 _OF_RUN = ("stage", "step", "seconds", "weights_version", "optimizer_step")
 """Numbers of a record that are the run's own."""
@@ -470,18 +489,3 @@ def _require_whole(changes: Sequence[Part], state: Sequence[Part]) -> None:
             f"a {lost[0]} changes, and no checkpoint of these steps has it: a resumed run would go on with the first "
             f"one. Name the {lost[0]} in Run(state=[…]), and in steps(total, […]) where that names objects, too"
         )
-
-
-def _names(state: Sequence[Part]) -> list[str]:
-    """The name of each object: its kind, with a number behind the second of a kind.
-
-    >>> from types import SimpleNamespace
-    >>> _names([SimpleNamespace(kind=kind) for kind in ("policy", "rows", "policy")])
-    ['policy', 'rows', 'policy-2']
-    """
-    seen_kinds: Counter[str] = Counter()
-    names = []
-    for part in state:
-        seen_kinds[part.kind] += 1
-        names.append(part.kind if seen_kinds[part.kind] == 1 else f"{part.kind}-{seen_kinds[part.kind]}")
-    return names

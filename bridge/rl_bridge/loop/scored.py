@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -179,6 +180,14 @@ class Scored:
         """Hash of the model's files."""
         return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
 
+    @cached_property
+    def _marks(self) -> dict[str, str]:
+        return self.fingerprints()
+
+    def _note(self, scoring: ScoringConfig) -> None:
+        """Note what a resumed run compares of a model that no checkpoint has."""
+        note_scorer(self.kind, {"scoring": asdict(scoring), **self._marks})
+
     def save(self, folder: str | Path, dtype: ExportDtype | None = None) -> None:
         """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
 
@@ -270,13 +279,14 @@ class Reference(Scored):
         if isinstance(batch, PairBatch):
             self.require_encoded(batch)
             scoring = self._scoring_of_comparisons()
-            note_scorer(self)
+            self._note(scoring)
             logprobs = self.engine.completion_logprobs(NeedParallel(batch))
             return batch._replace(ref_logprobs=logprobs, ref_scorings=(scoring,))
         self.require_batch(batch)
-        note_scorer(self)
+        scoring = self.engine.scoring_config()
+        self._note(scoring)
         scored = batch.with_fields(ref_logprobs=token_logprobs(self.engine, batch, updates))
-        return scored.scored_in_loss("ref_logprobs").with_scoring(self.kind, self.engine.scoring_config())
+        return scored.scored_in_loss("ref_logprobs").with_scoring(self.kind, scoring)
 
     def cache(self, rows: Rows) -> None:
         """Score all comparisons of ``rows`` once: each batch of these has log π_ref, and the reference may go.
@@ -294,7 +304,7 @@ class Reference(Scored):
             )
         self.require_encoded(rows._batch(rows.rows[:1]))
         self._scoring_of_comparisons()
-        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token), self.fingerprints())
+        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token), self._marks)
 
     def _scoring_of_comparisons(self) -> ScoringConfig:
         scoring = self.engine.scoring_config()
@@ -338,6 +348,7 @@ class Teacher(Scored):
     def score(self, batch: GroupBatch) -> GroupBatch:
         """The batch with the teacher's log-probability of each token that counts."""
         self.require_batch(batch)
-        note_scorer(self)
+        scoring = self.engine.scoring_config()
+        self._note(scoring)
         scored = batch.with_fields(teacher_logprobs=self.engine.token_logprobs(NeedParallel(batch.tokens)))
-        return scored.with_scoring(self.kind, self.engine.scoring_config())
+        return scored.with_scoring(self.kind, scoring)

@@ -41,24 +41,35 @@ _accepted: set[Hashable] = set()
 MOST_ACCEPTED = 4096
 
 
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _plain(value: Any) -> bool:
+    """Return whether a constant is a number or a text that nobody can change, or a tuple of these."""
+    return type(value) in _PLAIN or (type(value) is tuple and all(map(_plain, value)))
+
+
 def _with_type(value: Any) -> tuple[Any, ...]:
     """Return a value with its type, and those of its parts: 1 and True are equal."""
     return type(value), tuple(map(_with_type, value)) if isinstance(value, tuple) else value
 
 
 def check_once(component: Any, check: Callable[[], Any]) -> None:
-    """Run the check of a component's constants, which traces its function, unless equal ones have passed before."""
-    key = (type(component), *map(_with_type, constants_of(component).values()))
-    try:
-        if key in _accepted:
-            return
-    except TypeError:  # arrays, and what is traced, are looked at each time
+    """Run the check of a component's constants, which traces its function, unless equal ones have passed before.
+
+    Only the library's own components with plain constants are remembered: a user's class may read what is no field.
+    """
+    kind = type(component)
+    constants = constants_of(component).values() if kind.__module__.startswith("rl_fn.") else ()
+    if not constants or not all(map(_plain, constants)):
         check()
         return
-    check()
-    if len(_accepted) >= MOST_ACCEPTED:  # a schedule makes new constants in every step
-        _accepted.clear()
-    _accepted.add(key)
+    key = (kind, vars(kind).get("function"), *map(_with_type, constants))
+    if key not in _accepted:
+        check()
+        if len(_accepted) >= MOST_ACCEPTED:  # a schedule makes new constants in every step
+            _accepted.clear()
+        _accepted.add(key)
 
 
 class Component:
