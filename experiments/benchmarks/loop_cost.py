@@ -2,11 +2,11 @@
 
     .venv/bin/python experiments/benchmarks/loop_cost.py    # writes experiments/results/loop_cost/
 
-Three sides train the tiny model of the quickstart from the same weights on the same prompts: engines alone, which are
-called as docs/engines.md shows; ``Rollout``, ``Groups`` and ``Policy``; and these in a ``Run`` that logs each step.
-They take turns step by step in one process, each time in another order, so that a drift of the machine is everybody's.
-All must have the gradient's norm of the others to the bit: the work is the same. A larger model makes the share
-smaller. Ctrl-C keeps the steps that all sides have. --draw draws again.
+Three sides train a new Qwen2 from the same weights on the same prompts: engines alone, which are called as
+docs/engines.md shows; ``Rollout``, ``Groups`` and ``Policy``; and these in a ``Run`` that logs each step. They take
+turns step by step in one process, each time in another order, so that a drift of the machine is everybody's. All must
+have the gradient's norm of the others to the bit: the work is the same. Ctrl-C keeps the steps that all sides have.
+``--sizes`` measures some of the models, beside what the file has of others; without any it is drawn again.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from tqdm import tqdm
 
 import rl_fn
 from experiments.machine import facts
-from rl_bridge import AdamW, Policy, Rollout, Run, SamplingParams, init, tiny_model
+from rl_bridge import AdamW, Model, Policy, Rollout, Run, SamplingParams, current_executor, init
 from rl_bridge.common.files import replacing, write_json
 from rl_bridge.data.token_batch import collate
 from rl_bridge.engines import Mesh, NeedParallel
 from rl_bridge.functional import from_jax
 from rl_bridge.loop.changes import changed
-from rl_bridge.loop.data import Model
+from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.modules.scoring import ScoringConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.pipelines.placement import Engines
@@ -45,6 +45,11 @@ from rl_bridge.pipelines.rollout_options import RolloutOptions
 
 OUT = Path(__file__).parents[1] / "results" / "loop_cost"
 ENGINES, OBJECTS, LOGGED = "engines", "objects", "objects in a run"
+SIZES: dict[str, dict[str, int]] = {
+    "1M": {"hidden": 128, "layers": 4, "heads": 4, "prompts": 48, "n": 16, "tokens": 8, "steps": 60},
+    "25M": {"hidden": 512, "layers": 8, "heads": 8, "prompts": 8, "n": 8, "tokens": 32, "steps": 16},
+}
+"""Parameters of a model → its width and the size of a step: the quickstart's, and one whose steps take seconds."""
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
 OPTIMIZER = AdamW(2e-4, warmup=0)
 WARM_UP = 3
@@ -116,10 +121,12 @@ def of_run(model: Model, objective: rl_fn.Objective, folder: Path, steps: int, e
     return step
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[float]]]:
+def measured(size: dict[str, int], folder: Path) -> dict[str, dict[str, list[float]]]:
     """Seconds of every step of each side, by the clock and of the processor."""
-    torch.set_num_threads(options.threads)
-    model, objective, total = tiny_model(PROBLEMS), rl_fn.recipes.grpo().replace(kl=None), options.steps + WARM_UP
+    tokenizer = character_tokenizer("0123456789+=")
+    widths = {name: size[name] for name in ("hidden", "layers", "heads")}
+    model = Model(TinySource.for_tokenizer(tokenizer, **widths), tokenizer)
+    objective, total = rl_fn.recipes.grpo().replace(kl=None), size["steps"] + WARM_UP
     sides = {ENGINES: of_engines(model, objective), OBJECTS: of_objects(model, objective)}
     numbers, names = random.Random(0), [*sides, LOGGED]
     seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in names}
@@ -127,8 +134,8 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, l
         with ExitStack() as entered:
             sides[LOGGED] = of_run(model, objective, folder, total, entered)
             for number in tqdm(range(total), desc="steps"):
-                rows = numbers.sample(PROBLEMS, options.prompts)
-                sampling = SamplingParams(n=options.n, max_new_tokens=options.tokens, seed=number)
+                rows = numbers.sample(PROBLEMS, size["prompts"])
+                sampling = SamplingParams(n=size["n"], max_new_tokens=size["tokens"], seed=number)
                 norms = {}
                 for place in range(len(names)):
                     name = names[(place + number) % len(names)]
@@ -140,7 +147,11 @@ def measured(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, l
                     raise RuntimeError(f"step {number}: the sides did not do the same work, norms {norms}")
     except KeyboardInterrupt:
         print("stopped: the steps that all sides have are kept", file=sys.stderr)
+    finally:
+        current_executor().stop()
     whole = min(len(each["wall"]) for each in seconds.values())
+    if whole <= WARM_UP:
+        raise SystemExit("stopped before a step that counts: nothing is written")
     return {name: {kind: each[kind][WARM_UP:whole] for kind in each} for name, each in seconds.items()}
 
 
@@ -152,49 +163,50 @@ def ratio(seconds: dict[str, dict[str, list[float]]], side: str, kind: str) -> d
     return {"ratio": float(np.median(pairs)), "low": float(low), "high": float(high)}
 
 
-def described(options: argparse.Namespace, seconds: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """All that the table and the plot are drawn from."""
-    size = {name: getattr(options, name) for name in ("prompts", "n", "tokens", "threads")}
+def described(size: dict[str, int], seconds: dict[str, dict[str, list[float]]], threads: int) -> dict[str, Any]:
+    """All that one model's rows of the table and its plot are drawn from."""
     ratios = {side: {kind: ratio(seconds, side, kind) for kind in ("wall", "cpu")} for side in (OBJECTS, LOGGED)}
     medians = {side: {kind: statistics.median(each[kind]) for kind in each} for side, each in seconds.items()}
-    command = "python experiments/benchmarks/loop_cost.py"
-    return {"command": command, **facts(), **size, "median": medians, "over_engines": ratios, "seconds": seconds}
+    size = {**size, "steps": len(seconds[ENGINES]["wall"]), "threads": threads}
+    return {**facts(), **size, "median": medians, "over_engines": ratios, "seconds": seconds}
 
 
-def table(result: dict[str, Any]) -> str:
-    """One line a side."""
-    steps = len(result["seconds"][ENGINES]["wall"])
-    machine = f"{result['processor']}, {result['threads']} threads, load {result['load']} at the end; {result['date']}"
-    step = f"{result['prompts']} prompts of {result['n']} completions of {result['tokens']} tokens"
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """One line a model and side."""
     lines = [
         "# What the loop's objects cost",
         "",
-        f"{machine}, torch {result['versions']['torch']}.",
-        f"A model of 1 M parameters; {steps} steps of each side, {step}. Times over the engines",
-        "alone: the median over steps and its 95 % interval. The gradients' norms are equal to the bit.",
+        "A step over the same step of the engines alone: the median over steps and its 95 % interval. The gradients'",
+        "norms are equal to the bit.",
         "",
-        "| side | s a step | CPU s a step | times engines | times engines, CPU |",
-        "|---|---|---|---|---|",
+        "| parameters | side | s a step | CPU s a step | times engines | times engines, CPU |",
+        "|---|---|---|---|---|---|",
     ]
-    for side, median in result["median"].items():
-        cells = [side, f"{median['wall']:.3f}", f"{median['cpu']:.3f}"]
-        for kind in ("wall", "cpu"):
-            over = result["over_engines"].get(side, {}).get(kind)
-            cells.append("1" if over is None else f"{over['ratio']:.3f} ({over['low']:.3f} to {over['high']:.3f})")
-        lines.append(f"| {' | '.join(cells)} |")
+    for name, result in results.items():
+        for side, median in result["median"].items():
+            cells = [name, side, f"{median['wall']:.3f}", f"{median['cpu']:.3f}"]
+            for kind in ("wall", "cpu"):
+                over = result["over_engines"].get(side, {}).get(kind)
+                cells.append("1" if over is None else f"{over['ratio']:.3f} ({over['low']:.3f} to {over['high']:.3f})")
+            lines.append(f"| {' | '.join(cells)} |")
+    for name, result in results.items():
+        step = f"{result['prompts']} prompts of {result['n']} completions of {result['tokens']} tokens"
+        machine = f"{result['processor']}, {result['threads']} threads, load {result['load']} at the end"
+        versions = f"torch {result['versions']['torch']}, {result['date']}"
+        lines += ["", f"{name}: {result['steps']} steps of each side, {step};", f"{machine}; {versions}."]
     return "\n".join([*lines, "", "![Seconds of each step, by side](loop_cost.png)", ""])
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     """Seconds of each step over those of the engines."""
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for side in (OBJECTS, LOGGED):
-        pairs = zip(result["seconds"][side]["wall"], result["seconds"][ENGINES]["wall"], strict=True)
-        axes.plot([each / beneath for each, beneath in pairs], label=side, linewidth=1)
-    axes.axhline(1.0, color="grey", linewidth=0.8)
-    axes.set(xlabel="step", ylabel="seconds over those of engines")
-    axes.legend()
+    figure = Figure(figsize=(4.5 * len(results), 3.2), layout="constrained")
+    for axes, (name, result) in zip(figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True):
+        for side in (OBJECTS, LOGGED):
+            pairs = zip(result["seconds"][side]["wall"], result["seconds"][ENGINES]["wall"], strict=True)
+            axes.plot([each / beneath for each, beneath in pairs], label=side, linewidth=1)
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        axes.set(title=f"{name} parameters", xlabel="step", ylabel="seconds over those of engines")
+        axes.legend()
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=120)
 
@@ -202,23 +214,24 @@ def draw(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Measure, and write the table and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes: dict[str, int] = {"steps": 60, "prompts": 48, "n": 16, "tokens": 8, "threads": 2}
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sizes", nargs="*", choices=list(SIZES), default=list(SIZES), help="of the models")
+    parser.add_argument("--steps", type=int, help="of each side, in place of a size's own")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--output", type=Path, default=OUT)
-    parser.add_argument("--draw", action="store_true", help="draw what was measured")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     file = options.output / "loop_cost.json"
-    if options.draw:
-        result = json.loads(file.read_text("utf-8"))
-    else:
+    results = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    for name in options.sizes:
+        size = SIZES[name] | ({} if options.steps is None else {"steps": options.steps})
         with tempfile.TemporaryDirectory() as folder:
-            result = described(options, measured(options, Path(folder)))
+            results[name] = described(size, measured(size, Path(folder)), options.threads)
         options.output.mkdir(parents=True, exist_ok=True)
-        write_json(file, result)
-    (options.output / "README.md").write_text(table(result), encoding="utf-8")
-    draw(result, options.output / "loop_cost.png")
-    print(table(result))
+        write_json(file, results)
+    results = {name: results[name] for name in SIZES if name in results}
+    (options.output / "README.md").write_text(table(results), encoding="utf-8")
+    draw(results, options.output / "loop_cost.png")
+    print(table(results))
 
 
 if __name__ == "__main__":
