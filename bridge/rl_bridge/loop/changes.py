@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rl_bridge.data.trajectory import Trajectory
@@ -14,7 +14,7 @@ from rl_bridge.run.run import Stateful
 _numbers = itertools.count()
 changed: "list[Part]" = []
 """Objects that changed since the run's step began; the run looks whether its checkpoints have them."""
-noted: "deque[tuple[str, Mapping[str, Any]]]" = deque(maxlen=64)  # a loop without a run never looks
+noted: "deque[tuple[str, Callable[[], Mapping[str, Any]]]]" = deque(maxlen=64)  # a loop without a run never looks
 """Frozen models that scored since the run's step began, and evaluations, by kind: the settings of each."""
 
 
@@ -25,7 +25,7 @@ def change(part: "Part") -> int:
     return next(_numbers)
 
 
-def note_scorer(kind: str, settings: Mapping[str, Any]) -> None:
+def note_scorer(kind: str, settings: Callable[[], Mapping[str, Any]]) -> None:
     """Note that a frozen model scored what an update reads."""
     noted.append((kind, settings))
 
@@ -34,7 +34,8 @@ def note_evaluation(trajectories: Sequence[Trajectory], settings: Mapping[str, A
     """Note that held-out numbers were made of completions, with the ``settings`` that decided these."""
     rows = {one.group: [one.row.get(key) for key in ("prompt", "messages", "answer")] for one in trajectories}
     text = json.dumps(rows, default=lambda value: type(value).__name__)
-    noted.append(("evaluation", {**settings, "prompts": hashlib.sha256(text.encode()).hexdigest()[:16]}))
+    own = {**settings, "prompts": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    noted.append(("evaluation", lambda: own))
 
 
 def draw() -> int:

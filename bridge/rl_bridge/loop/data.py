@@ -334,7 +334,7 @@ class Rows:
         if count < 1:
             raise ValueError(f"a batch has at least one row, got {count}")
         if self._reference:
-            note_scorer("cached reference", self._reference)
+            note_scorer("cached reference", lambda marks=self._reference: marks)
         return self._batch(self.take(count))
 
     def all(self) -> Any:

@@ -315,7 +315,7 @@ class Run:
             if not self._named:
                 continue
             name = f"{stage}, {kind}"
-            own = json_of(name, dict(settings))
+            own = json_of(name, dict(settings()))
             logged = self._run.cached_result(f"noted/{name}", lambda: {"all": []})["all"]
             before = self._noted.setdefault(name, list(logged))
             if own in logged:

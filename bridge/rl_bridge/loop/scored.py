@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -180,13 +180,9 @@ class Scored:
         """Hash of the model's files."""
         return {f"{self.kind}'s {name}": mark for name, mark in self.model.fingerprints().items()}
 
-    @cached_property
-    def _marks(self) -> dict[str, str]:
-        return self.fingerprints()
-
     def _note(self, scoring: ScoringConfig) -> None:
-        """Note what a resumed run compares of a model that no checkpoint has."""
-        note_scorer(self.kind, {"scoring": asdict(scoring), **self._marks})
+        """Note what a resumed run compares of a model that no checkpoint has; the note keeps no engine."""
+        note_scorer(self.kind, partial(_settings_of, self.kind, self.model, scoring))
 
     def save(self, folder: str | Path, dtype: ExportDtype | None = None) -> None:
         """Write model and tokenizer in Hugging Face format; the folder appears when it is whole.
@@ -200,6 +196,13 @@ class Scored:
     def release(self) -> None:
         """Give the model's memory back."""
         self.engine.release()
+
+
+def _settings_of(kind: str, model: Model, scoring: ScoringConfig) -> dict[str, Any]:
+    """How a model of a kind scores, and marks of its files, which are read once: later they may be gone."""
+    if "marks" not in model.settled:
+        model.settled["marks"] = model.fingerprints()
+    return {"scoring": asdict(scoring), **{f"{kind}'s {name}": mark for name, mark in model.settled["marks"].items()}}
 
 
 def require_no_temperature(scoring: ScoringConfig, objective: Any) -> None:
@@ -304,7 +307,7 @@ class Reference(Scored):
             )
         self.require_encoded(rows._batch(rows.rows[:1]))
         self._scoring_of_comparisons()
-        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token), self._marks)
+        rows.exchange(with_reference(rows.rows, self.engine, self.model.pad_token), self.fingerprints())
 
     def _scoring_of_comparisons(self) -> ScoringConfig:
         scoring = self.engine.scoring_config()
