@@ -14,8 +14,9 @@ from typing import Any
 
 from rl_bridge.common.scrubbing import environment_secrets, scrubbed_text
 from rl_bridge.common.terminal import Stopped, escaped, say
+from rl_bridge.run.run_toml import dashed
 from rl_tools.command_words import HELP, is_run_file
-from rl_tools.trainer_options import TRAINERS, load, recipes_named
+from rl_tools.trainer_options import TRAINERS, algorithms, load
 from rl_tools.trainers import NoTrainer, config_of, expanded, observers_of
 
 _ADVICE = {
@@ -164,8 +165,8 @@ def _hint(word: str) -> str:
     if near := difflib.get_close_matches(word.lower(), commands, cutoff=0.7):
         return f"did you mean {' or '.join(f'rl-fn {commands[name]}' for name in near)}?"
     with contextlib.suppress(ImportError):
-        if recipes := recipes_named(word):
-            return f"did you mean {' or '.join(f'rl-fn train {recipe}' for recipe in recipes)}?"
+        if (name := dashed(word).lower()) in algorithms():
+            return f"did you mean rl-fn train {name}?"
     return f"there are {', '.join(COMMANDS)}"
 
 
@@ -198,7 +199,7 @@ def _print_short_help(words: Sequence[str]) -> None:
 
     name, options = expanded(words)
     default = load(TRAINERS[name].default)
-    say(short_help(name, default if isinstance(default, type) else default(options)).rstrip("\n"))
+    say(short_help(name, default if isinstance(default, type) else default(options), options).rstrip("\n"))
 
 
 def _dry_run(name: str, options: Any, run: Callable[..., Any]) -> int:
@@ -224,6 +225,7 @@ def usage() -> str:
     return f"""usage: rl-fn train {{{",".join(TRAINERS)}}} [--help] [--help-all] [{TRACEBACK}] [options]
 
        rl-fn train RUN.toml... [options]
+       rl-fn train {{grpo,ppo,dpo,ALGORITHM}} [options] [options of the algorithm]
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
        rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
        rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]

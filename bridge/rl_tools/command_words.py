@@ -186,6 +186,8 @@ def _stray(word: str, options: TrainerOptions, behind: str = "") -> str:
         name, recipes = near[0], options.recipes.get(near[0], {})
         as_recipe = f"{name}:{dashed(value) if dashed(value) in recipes else 'NAME'}"
         return f"{word!r}: write {as_recipe if recipes else f'--{name} {value}'.rstrip()}"
+    if holders := [holder for holder, recipes in options.recipes.items() if dashed(word) in recipes]:
+        return f"{word!r}: write {holders[0]}:{dashed(word)}"
     if word in TRAINERS:
         return f"{word!r} is a trainer, and a command has one: rl-fn train {word} …"
     if is_run_file(word):

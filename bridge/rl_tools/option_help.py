@@ -42,10 +42,10 @@ USES = {
 """Use → options. Those that a trainer does not have are not on its page."""
 
 
-def short_help(trainer: str, config: Any) -> str:
+def short_help(trainer: str, config: Any, words: Sequence[str] = ()) -> str:
     """The page of ``--help``: at most ``MOST`` options, each with its default and a sentence.
 
-    ``config``: the trainer's default config, or its class.
+    ``config``: the trainer's default config, or its class. ``words``: of the command, which may name a recipe.
     """
     options, texts = options_of(config), _texts(config)
     lines = [
@@ -64,7 +64,8 @@ def short_help(trainer: str, config: Any) -> str:
     every = len(options.kinds) + len(options.of_recipes) + len(options.recipes)
     lines += ["", f"{count} of {every} options; all of them: rl-fn train {trainer} --help-all"]
     for holder in options.recipes:
-        example = next(iter(options.recipes[holder]))
+        example = next((recipe for recipe in options.recipes[holder] if f"{holder}:{recipe}" in words), None)
+        example = next(iter(options.recipes[holder])) if example is None else example
         lines.append(f"options of one {holder}: rl-fn train {trainer} {holder}:{example} --help")
     lines.append("The same names are keys of a run file: docs/training.md, A run is a file.")
     return "\n".join(lines) + "\n"

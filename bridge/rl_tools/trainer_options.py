@@ -229,15 +229,17 @@ class TrainerOptions:
         return f"{did_you_mean(word, near)}{all_of_them}" if own else ""
 
 
-def recipes_named(recipe: str) -> list[str]:
-    """``TRAINER HOLDER:RECIPE`` of every trainer that has a recipe of this name."""
-    name = dashed(recipe).lower()
-    return [
-        f"{trainer} {holder}:{name}"
+def algorithms() -> dict[str, tuple[str, str]]:
+    """Name of a recipe → (the trainer that has it, the option that takes it): ``grpo`` → ``("policy", "objective")``.
+
+    No two trainers have a recipe of one name.
+    """
+    return {
+        name: (trainer, holder)
         for holder in ("objective", "loss")
         for trainer, recipes in _trainers_with(holder).items()
-        if name in recipes
-    ]
+        for name in recipes
+    }
 
 
 @lru_cache(maxsize=16)

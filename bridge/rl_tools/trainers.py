@@ -13,7 +13,8 @@ from rl_bridge.common.terminal import remark, say
 from rl_bridge.run.options import in_vain
 from rl_bridge.run.run_toml import NONE, RUN_FILE, Setting, dashed, read_run_files
 from rl_tools.command_words import HELP, HELP_ALL, in_order, is_run_file, plain, refusals, without_values
-from rl_tools.trainer_options import TRAINERS, TrainerOptions, did_you_mean, in_words, load, options_of
+from rl_tools.new import loops
+from rl_tools.trainer_options import TRAINERS, TrainerOptions, algorithms, did_you_mean, in_words, load, options_of
 
 if TYPE_CHECKING:
     from rl_bridge.run.options import RunOptions
@@ -99,16 +100,16 @@ def remark_on_vain(config: Any, default: Any, words: Sequence[str]) -> None:
 def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, list[str]]:
     """The trainer and its options, of words that may begin with run files: ``[TRAINER] FILE.toml… [options]``.
 
-    A later file lies over an earlier one, and the options lie over all files. A folder stands for its run.toml.
-    ``without``: options of the files that are not taken over.
+    An algorithm stands for the trainer that has it: ``grpo`` for ``policy objective:grpo``, ``dpo`` for
+    ``preference loss:dpo``. A later file lies over an earlier one, and the options lie over all files. A folder
+    stands for its run.toml. ``without``: options of the files that are not taken over.
 
     Raises:
         NoTrainer: there is none.
         ValueError: two of them, a file that cannot be read, or an option in a file that the trainer does not have or
             whose value is of another type.
     """
-    names = list(words[:1]) if words and words[0] in TRAINERS else []
-    rest = list(words[len(names) :])
+    names, rest = _trainer_in_front(words)
     files = []
     while rest and is_run_file(rest[0]):
         path = Path(rest.pop(0))
@@ -117,7 +118,11 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
     of_files = settings.pop("trainer", None)
     if of_files is not None:
         if of_files.value not in TRAINERS:
-            raise ValueError(f"{of_files.file}: trainer must be one of {', '.join(TRAINERS)}, got {of_files.value!r}")
+            trainer, holder = algorithms().get(dashed(str(of_files.value)).lower(), ("", ""))
+            hint = f'; write trainer = "{trainer}" and {holder} = "{of_files.value}"' if holder else ""
+            raise ValueError(
+                f"{of_files.file}: trainer must be one of {', '.join(TRAINERS)}, got {of_files.value!r}{hint}"
+            )
         if names and names != [of_files.value]:
             raise ValueError(f"{of_files.file} is of the trainer {of_files.value}, not of {names[0]}")
         names = [of_files.value]
@@ -125,6 +130,20 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
         raise NoTrainer(_without_trainer(files, rest))
     settings = {name: setting for name, setting in settings.items() if name not in without}
     return names[0], words_of_settings(names[0], settings, rest) if settings else rest
+
+
+def _trainer_in_front(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(The trainer that the words begin with, or nothing; the words behind it, with an algorithm's own)."""
+    if not words or words[0].startswith("-"):
+        return [], list(words)
+    first, *rest = words
+    name = dashed(first).lower()
+    if name in TRAINERS:
+        return [name], rest
+    if is_run_file(first) or name not in algorithms():
+        return [], list(words)
+    trainer, holder = algorithms()[name]
+    return [trainer], [*rest, f"{holder}:{name}"]
 
 
 def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
@@ -137,7 +156,9 @@ def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
         return f"give a trainer or run file in front of all options: {ahead}"
     if not words or words[0].startswith("-"):
         return f"give a trainer, one of {names}"
-    near = difflib.get_close_matches(words[0], TRAINERS)
+    if words[0] in loops():
+        return f"{words[0]!r} is a loop, and no trainer ({names}): rl-fn new {words[0]} FILE.py writes the loop"
+    near = difflib.get_close_matches(dashed(words[0]).lower(), [*TRAINERS, *algorithms()])
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"{words[0]!r} is no trainer ({names}), no run file (FILE.toml) and no folder with {RUN_FILE}{hint}"
 

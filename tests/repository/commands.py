@@ -94,9 +94,8 @@ COMMANDS = [
     Command("rl-fn train base.toml large.toml --policy.steps 30", "rl-fn train --help", "names files of one's own"),
     Command("rl-fn new grpo my_loop.py", "rl-fn new grpo $SCRATCH/my_loop.py", "writes into the working folder"),
     Command(
-        ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
-        ".venv/bin/rl-fn train policy objective:gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 "
-        f"--name gspo {TINY}",
+        ".venv/bin/rl-fn train gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01",
+        f".venv/bin/rl-fn train gspo --objective.clip-high 5e-4 --objective.kl.coef 0.01 --name gspo {TINY}",
         "minutes",
     ),
     Command(".venv/bin/rl-fn train policy objective:gspo --help"),

@@ -226,11 +226,12 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 def run(words: Sequence[str]) -> int:
     """Run ``rl-fn plan`` with these words; returns the exit status: 1 where ``--fits`` cannot be kept."""
     arguments, rest = _parser().parse_known_args(words)
+    from rl_tools.command_words import is_run_file
     from rl_tools.trainer_options import TRAINERS
     from rl_tools.trainers import config_of
 
     pipeline = config_of([arguments.config, *rest], "plan")[1]
-    if arguments.config not in TRAINERS:
+    if arguments.config not in TRAINERS and is_run_file(arguments.config):
         pipeline = replace(pipeline, workers=pipeline.workers or started_with(Path(arguments.config)))
     if arguments.workers is not None:
         if arguments.workers < 1:

@@ -254,6 +254,12 @@ def test_a_terminal_without_utf_8_ends_no_run(monkeypatch):
 MISSPELT = {
     "trian policy": "unknown command 'trian': did you mean rl-fn train?",
     "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
+    "train grop --steps 3": "no folder with run.toml; did you mean grpo?",
+    "train own_loss": "'own_loss' is a loop, and no trainer",
+    "train policy grpo": "'grpo': write objective:grpo",
+    "train preference --steps 3 dpo": "'dpo': write loss:dpo",
+    "train grpo objective:gspo": "objective:gspo and objective:grpo: give one of them",
+    "train dpo objective:grpo": "objective:grpo is of train policy; here there are loss:",
     "train policy objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --reward a.py:b objective:gspoo": "objective:gspoo: did you mean objective:gspo",
     "train policy --objective.tau 1": "--objective.tau is of objective:kimi; here it is objective:dapo",

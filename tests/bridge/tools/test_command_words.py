@@ -174,9 +174,9 @@ def test_a_reward_in_any_form_is_no_option_of_another_program():
 COMMANDS = {
     "sft": "did you mean rl-fn train sft?",
     "SFT": "did you mean rl-fn train sft?",
-    "grpo": "did you mean rl-fn train policy objective:grpo?",
-    "dr_grpo": "did you mean rl-fn train policy objective:dr-grpo?",
-    "dpo": "did you mean rl-fn train preference loss:dpo?",
+    "grpo": "did you mean rl-fn train grpo?",
+    "dr_grpo": "did you mean rl-fn train dr-grpo?",
+    "dpo": "did you mean rl-fn train dpo?",
     "run.toml": "did you mean rl-fn train run.toml?",
     "frobnicate": "there are train, export",
 }

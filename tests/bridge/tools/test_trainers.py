@@ -9,7 +9,8 @@ import pytest
 
 from rl_bridge.pipelines.objective_options import ALGORITHMS
 from rl_bridge.run.run_toml import RUN_FILE, is_fixed, toml_of
-from rl_tools.trainer_options import TRAINERS, load, options_of
+from rl_tools.cli import COMMANDS
+from rl_tools.trainer_options import TRAINERS, algorithms, load, options_of
 from rl_tools.trainers import config_of, expanded, parse
 from rl_train.compared import LOSSES, REWARD_MODEL_LOSSES
 from rl_train.policy_configs import policy, quickstart
@@ -128,6 +129,42 @@ def test_files_lie_over_one_another_and_options_over_files(tmp_path):
     assert config.objective.algorithm == "grpo" and config.objective.kl.coef == 0.5
 
 
+NEEDED = {
+    "decoupled-ppo": ["--policy.recompute-old-logprobs"],
+    "on-policy-distillation": ["--teacher", "a/b"],
+    "grpo-passk": ["--policy.sampling.n", "8"],
+    "passk": ["--policy.sampling.n", "8"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_an_algorithm_stands_for_the_trainer_that_has_it(name: str, tmp_path, monkeypatch):
+    trainer, holder = algorithms()[name]
+    for word in (name, name.replace("-", "_"), name.upper()):
+        assert expanded([word, "--seed", "1"]) == (trainer, ["--seed", "1", f"{holder}:{name}"])
+    words = NEEDED.get(name, [])
+    assert config_of([name, *words], "train") == config_of([trainer, *words, f"{holder}:{name}"], "train")
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "a.toml"
+    file.write_text(f'trainer = "{trainer}"\nseed = 3\n')
+    assert expanded([name, "a.toml"]) == (trainer, ["--seed=3", f"{holder}:{name}"])
+    # The folder of a run has been a word of the command for longer.
+    (tmp_path / name).mkdir()
+    file.rename(tmp_path / name / RUN_FILE)
+    assert expanded([name]) == (trainer, ["--seed=3"])
+
+
+def test_no_algorithm_is_of_two_trainers_or_a_word_of_the_command():
+    recipes = [
+        recipe
+        for trainer in TRAINERS.values()
+        for names in options_of(load(trainer.default)()).recipes.values()
+        for recipe in names
+    ]
+    assert sorted(recipes) == sorted(algorithms()) and len(recipes) > 50
+    assert algorithms().keys().isdisjoint({*TRAINERS, *COMMANDS})
+
+
 def test_a_folder_of_a_run_stands_for_its_file(tmp_path):
     config = replace(quickstart(), seed=3)
     (tmp_path / RUN_FILE).write_text(text := toml_of(config, "policy"))
@@ -147,7 +184,8 @@ WRONG = {
     'freeze = "a"': "freeze must be an array, each a text, got 'a'",
     "optimizer.learning-rate = 2026-01-01": "optimizer.learning-rate must be a number, got",
     'objective.name = "gsp"': "objective:gsp: did you mean objective:gspo",
-    'trainer = "dpo"': "trainer must be one of sft, reward-model, preference, policy, got 'dpo'",
+    'trainer = "dpo"': 'got \'dpo\'; write trainer = "preference" and loss = "dpo"',
+    'trainer = "dpi"': "trainer must be one of sft, reward-model, preference, policy, got 'dpi'",
     "a.b.c = 1": "there is no a.b.c",
     'policy.sampling.stop = ["a", "--b"]': "policy.sampling.stop has several texts, and '--b' begins as an option does",
     "policy.steps = 1\npolicy.steps = 2": "is no TOML: ",
