@@ -329,7 +329,7 @@ class AheadSampler:
                 version=self._versions(sample),
                 stop=self._config.sampling.stop,
             )
-            trajectories.append(replace(trajectory, row=prompt.row, rewards=sample.rewards))
+            trajectories.append(trajectory.labelled(row=prompt.row, rewards=sample.rewards))
         return trajectories
 
     def _versions(self, sample: Sample) -> list[int]:

@@ -161,7 +161,7 @@ class Sampled:
         trajectories = [self.trajectories[g * n + i] for g in groups.tolist() for i in range(n)]
         return replace(
             self,
-            trajectories=[replace(t, group=i // n) for i, t in enumerate(trajectories)],
+            trajectories=[t.labelled(group=i // n) for i, t in enumerate(trajectories)],
             matrix=self.matrix[groups],
             earned=self.earned[groups],
             rewards=self.rewards[groups],

@@ -1,7 +1,7 @@
 """Examples: preference rows, encoded and arranged as a loss reads them, which a stream of training data holds."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -99,7 +99,7 @@ def _encoded(row: Comparison, completions: Sequence[Completion], encode: Encode)
         encoded = [encode(row.prompt, completion) for completion in completions]
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
-    return tuple(replace(trajectory, row={"_where": row.where}) for trajectory in encoded)
+    return tuple(trajectory.labelled(row={"_where": row.where}) for trajectory in encoded)
 
 
 def _singles(

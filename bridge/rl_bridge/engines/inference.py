@@ -1,7 +1,6 @@
 """``InferenceEngine``: prompts in; token ids, and the log-probabilities they were sampled with, out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Self
@@ -131,7 +130,7 @@ class InferenceEngine(Revived, Engine):
         groups = self.asked_again("converse", NeedParallel(requests), sampling, environment, max_turns, **limits)
         trajectories = [trajectory for group in groups for trajectory in group]
         if any(trajectory.turn_rewards for trajectory in trajectories):
-            trajectories = [t if t.rewards else replace(t, rewards={"environment": 0.0}) for t in trajectories]
+            trajectories = [t if t.rewards else t.labelled(rewards={"environment": 0.0}) for t in trajectories]
         return trajectories
 
     @property

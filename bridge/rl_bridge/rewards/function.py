@@ -5,7 +5,7 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from inspect import isawaitable
 from pathlib import Path
@@ -125,11 +125,12 @@ def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajector
 
     The function gets copies, so that it cannot change the rows that the run goes on with. Coroutines run together.
     """
-    copied = [replace(t, row=copy.deepcopy(dict(t.row)), messages=copy.deepcopy(t.messages)) for t in trajectories]
-    if protocol == "batch":
-        arguments = [((copied,), {})]
+    arguments: Iterable[Arguments]
+    if protocol in OF_LISTS:
+        copied = [replace(t, row=_copied(t.row), messages=copy.deepcopy(t.messages)) for t in trajectories]
+        arguments = [_trl(function, copied) if protocol == "trl" else ((copied,), {})]
     else:
-        arguments = [_trl(function, copied)] if protocol == "trl" else map(_ONE[protocol], copied)
+        arguments = map(_ONE[protocol], trajectories)
     if _is_async(function):
         coroutines = [function(*args, **kwargs) for args, kwargs in arguments]
         for value, error in event_loop.run_in_order(coroutines, "reward"):
@@ -145,16 +146,20 @@ def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajector
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def _copied(row: Mapping[str, Any]) -> dict[str, Any]:
+    return copy.deepcopy(dict(row))
+
+
 def _completion(trajectory: Trajectory) -> Arguments:
-    return (trajectory.completion, trajectory.row), {}
+    return (trajectory.completion, _copied(trajectory.row)), {}
 
 
 def _messages(trajectory: Trajectory) -> Arguments:
-    return (list(trajectory.messages), trajectory.row.get("answer")), {}
+    return (list(copy.deepcopy(trajectory.messages)), copy.deepcopy(trajectory.row.get("answer"))), {}
 
 
 def _verl(trajectory: Trajectory) -> Arguments:
-    row = trajectory.row
+    row = _copied(trajectory.row)
     rule = row.get("reward_model")
     truth = rule.get("ground_truth") if isinstance(rule, Mapping) else row.get("answer")
     columns = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info")}

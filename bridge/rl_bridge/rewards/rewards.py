@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from rl_bridge.data.messages import Chat
@@ -163,7 +162,7 @@ class Rewards:
                 rewards |= {name: own.get(name, math.nan) for name in self._names[place]}
         if len(self._settled) > settled:
             self._check()
-        return [replace(trajectory, rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
+        return [trajectory.labelled(rewards=rewards) for trajectory, rewards in zip(trajectories, results, strict=True)]
 
     def checkpoint_state(self) -> dict[str, Any]:
         """The names that functions gave their rewards: a resumed run may train on rewards of the run before."""
@@ -317,7 +316,7 @@ def with_rows(trajectories: Sequence[Trajectory], rows: Sequence[Mapping[str, An
     for trajectory in trajectories:
         if not 0 <= trajectory.group < len(rows):
             raise ValueError(f"a trajectory of group {trajectory.group} has no row; there are {len(rows)}")
-    return [replace(trajectory, row=rows[trajectory.group]) for trajectory in trajectories]
+    return [trajectory.labelled(row=rows[trajectory.group]) for trajectory in trajectories]
 
 
 def _trials(

@@ -1,3 +1,4 @@
+import dataclasses
 import re
 from array import array
 
@@ -56,6 +57,17 @@ def test_the_completion_is_the_policy_s_last_message_whoever_speaks_behind_it():
 def test_a_trajectory_does_not_change():
     with pytest.raises(AttributeError, match="cannot assign to field 'tokens'"):
         trajectory().tokens = ()
+
+
+def test_a_labelled_trajectory_is_the_same_but_for_its_labels():
+    before = trajectory(group=1, rewards={"a": 1.0}, row={"b": 2}, turns=2, stop_reason="x")
+    labels = {"rewards": {}, "row": {"c": []}, "group": 0}
+    for names in ((), ("rewards",), ("row", "group"), tuple(labels)):
+        own = {name: labels[name] for name in names}
+        assert before.labelled(**own) == dataclasses.replace(before, **own)
+    assert before == trajectory(group=1, rewards={"a": 1.0}, row={"b": 2}, turns=2, stop_reason="x")
+    with pytest.raises(TypeError):
+        before.labelled(tokens=())
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import copy
 import re
 import threading
 import time
@@ -10,6 +11,7 @@ from rl_bridge.rewards import exact_match, load_reward, score
 from rl_bridge.rewards import rewards as waiting
 from rl_bridge.rewards.function import protocol_of
 from rl_bridge.rewards.sources import RewardOptions, load
+from tests.support.reward_batches import trajectories
 
 ROW = {"prompt": "1+1=", "answer": "2", "_where": "problems.jsonl, row 7"}
 
@@ -177,3 +179,36 @@ def test_a_second_parameter_that_asks_for_a_column_is_refused_though_no_row_has_
     exec(f"def reward(completion, {second}):\n    return float(completion == {second})\n", scope)
     with pytest.raises(ValueError, match=r"Behind a completion comes the whole row, which has the answer as row"):
         protocol_of(scope["reward"], "reward")
+
+
+def test_a_reward_cannot_change_the_rows():
+    def spoil(completion, row):
+        row["answer"] = row["nested"].pop()
+        return 1.0
+
+    def spoil_batch(trajectories):
+        for t in trajectories:
+            t.row.clear()
+            t.messages[-1]["content"] = ""
+        return [1.0] * len(trajectories)
+
+    def spoil_messages(messages, answer):
+        messages.pop(0)["content"] = answer.pop()
+        messages[0]["content"] = ""
+        return 1.0
+
+    def spoil_verl(data_source, solution_str, ground_truth, extra_info):
+        return float(extra_info["nested"].pop() == ground_truth.pop() == "2")
+
+    def spoil_trl(completions, nested, **columns):
+        columns["answer"].clear()
+        return [float(own.pop() == "2") for own in nested]
+
+    row = {"prompt": "a", "answer": ["2"], "nested": ["2"], "extra_info": {"nested": ["2"]}}
+    data = [copy.deepcopy(row)]
+    for function in (spoil, spoil_batch, spoil_messages, spoil_verl, spoil_trl):
+        # Completions of one prompt have one row between them.
+        for scored in load(function).score([each for each in trajectories("x", data=data) for _ in range(3)]):
+            assert scored.row is data[0] and scored.completion == "x" and scored.rewards == {"reward": 1.0}
+            assert scored.messages == trajectories("x", data=data)[0].messages
+    assert data == [row]
