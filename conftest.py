@@ -214,4 +214,4 @@ def pytest_terminal_summary(terminalreporter):
     """A test that is run again shows what it said before: a fault that is seen once has to be found by that."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"run again: {report.nodeid}, {report.when}")
-        terminalreporter.line(report.longreprtext[-6000:])
+        terminalreporter.line(report.longreprtext[-20_000:])

@@ -51,7 +51,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 """Parameters of a model → its width and the size of a step: the quickstart's, and one whose steps take seconds."""
 PROBLEMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 100) for b in range(10, 100)]
-OPTIMIZER = AdamW(2e-4, warmup=0)
+OPTIMIZER = AdamW(1e-6, warmup=0)
+"""A rate at which the model stays nearly as it is: once it has learned the reward, a step has no update."""
 WARM_UP = 3
 """First steps of each side, which are not counted."""
 
