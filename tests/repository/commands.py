@@ -118,8 +118,8 @@ COMMANDS = [
     Command("rl-fn train policy", "rl-fn train policy --help", "the quickstart again"),
     *(Command(*row) for row in [*QUANTISED, *OF_VLLM, *TOOLS]),
     Command(
-        ".venv/bin/rl-fn train policy --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id",
-        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train policy "
+        ".venv/bin/rl-fn train grpo --data problems.jsonl --reward my_reward.py:score --model path/or/hub-id",
+        "(cd $SCRATCH && python $CLONE/tests/repository/own_data.py) && cd $SCRATCH && rl-fn train grpo "
         f"--data problems.jsonl --reward my_reward.py:score --model $CLONE/runs/quickstart/model {SHORT_RL}",
         "the files are the reader's own; the model is the quickstart's",
     ),
@@ -145,8 +145,8 @@ COMMANDS = [
         "the files are the reader's own; the model is the quickstart's",
     ),
     Command(
-        ".venv/bin/rl-fn train preference --model path/or/hub-id --data preferences.jsonl loss:dpo --loss.beta 0.1",
-        f"{OWN} train preference {MODEL} --data preferences.jsonl loss:dpo --loss.beta 0.1 --held-out 20 "
+        ".venv/bin/rl-fn train dpo --model path/or/hub-id --data preferences.jsonl --loss.beta 0.1",
+        f"{OWN} train dpo {MODEL} --data preferences.jsonl --loss.beta 0.1 --held-out 20 "
         "--steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
