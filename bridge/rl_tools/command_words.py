@@ -60,8 +60,10 @@ def refusals(words: Sequence[str], options: TrainerOptions) -> list[str]:
             phrases.append(reason)
             continue
         rest.append(word)
-        if colon and recipe in options.recipes.get(holder, {}) and chosen.setdefault(holder, recipe) != recipe:
-            phrases.append(f"{holder}:{chosen[holder]} and {holder}:{recipe}: give one of them")
+        if colon and recipe in options.recipes.get(holder, {}):
+            if holder in chosen:
+                phrases.append(f"{holder}:{chosen[holder]} and {holder}:{recipe}: give one of them")
+            chosen[holder] = recipe
     phrases.extend(_twice(rest, options))
     for unit in _units(rest, options):
         phrases.extend(_wrong_unit(unit, options, options.defaults | chosen))
@@ -186,8 +188,9 @@ def _stray(word: str, options: TrainerOptions, behind: str = "") -> str:
         name, recipes = near[0], options.recipes.get(near[0], {})
         as_recipe = f"{name}:{dashed(value) if dashed(value) in recipes else 'NAME'}"
         return f"{word!r}: write {as_recipe if recipes else f'--{name} {value}'.rstrip()}"
-    if holders := [holder for holder, recipes in options.recipes.items() if dashed(word) in recipes]:
-        return f"{word!r}: write {holders[0]}:{dashed(word)}"
+    recipe = dashed(word).lower()
+    if holders := [holder for holder, recipes in options.recipes.items() if recipe in recipes]:
+        return f"{word!r}: write {holders[0]}:{recipe}"
     if word in TRAINERS:
         return f"{word!r} is a trainer, and a command has one: rl-fn train {word} …"
     if is_run_file(word):

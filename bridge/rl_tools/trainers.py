@@ -105,11 +105,11 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
     stands for its run.toml. ``without``: options of the files that are not taken over.
 
     Raises:
-        NoTrainer: there is none.
+        NoTrainer: there is none, or an algorithm that is the folder of a run as well.
         ValueError: two of them, a file that cannot be read, or an option in a file that the trainer does not have or
             whose value is of another type.
     """
-    names, rest = _trainer_in_front(words)
+    names, recipes, rest = _trainer_in_front(words)
     files = []
     while rest and is_run_file(rest[0]):
         path = Path(rest.pop(0))
@@ -117,9 +117,11 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
     settings = read_run_files(files)
     of_files = settings.pop("trainer", None)
     if of_files is not None:
-        if of_files.value not in TRAINERS:
-            trainer, holder = algorithms().get(dashed(str(of_files.value)).lower(), ("", ""))
-            hint = f'; write trainer = "{trainer}" and {holder} = "{of_files.value}"' if holder else ""
+        if str(of_files.value) not in TRAINERS:
+            name = dashed(str(of_files.value)).lower()
+            trainer, holder = algorithms().get(name, (name, ""))
+            hint = f'; write trainer = "{trainer}"' if trainer in TRAINERS else ""
+            hint += f' and {holder}.name = "{name}"' if holder else ""
             raise ValueError(
                 f"{of_files.file}: trainer must be one of {', '.join(TRAINERS)}, got {of_files.value!r}{hint}"
             )
@@ -129,21 +131,45 @@ def expanded(words: Sequence[str], without: Collection[str] = ()) -> tuple[str, 
     if not names:
         raise NoTrainer(_without_trainer(files, rest))
     settings = {name: setting for name, setting in settings.items() if name not in without}
+    # In front of all options: behind one without a value a recipe would be this value.
+    rest = [*recipes, *rest]
     return names[0], words_of_settings(names[0], settings, rest) if settings else rest
 
 
-def _trainer_in_front(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(The trainer that the words begin with, or nothing; the words behind it, with an algorithm's own)."""
+def _trainer_in_front(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """(The trainer that the words begin with, the recipe where they begin with an algorithm, the words behind these).
+
+    Raises:
+        NoTrainer: the word is an algorithm, and the folder of a run beside the command, too.
+    """
     if not words or words[0].startswith("-"):
-        return [], list(words)
+        return [], [], list(words)
     first, *rest = words
+    if first in TRAINERS:
+        return [first], [], rest
     name = dashed(first).lower()
-    if name in TRAINERS:
-        return [name], rest
-    if is_run_file(first) or name not in algorithms():
-        return [], list(words)
-    trainer, holder = algorithms()[name]
-    return [trainer], [*rest, f"{holder}:{name}"]
+    is_file = is_run_file(first)
+    if is_file and first in algorithms():
+        raise NoTrainer(
+            f"{first!r} is an algorithm, and here the folder of a run: write {os.path.join('.', first)} for the run, "
+            f"or {' '.join(_with_trainer(first))}"
+        )
+    if not is_file and name in TRAINERS:
+        return [name], [], rest
+    if is_file or name not in algorithms():
+        return [], [], list(words)
+    trainer, recipe = _with_trainer(name)
+    return [trainer], [recipe], rest
+
+
+def _with_trainer(algorithm: str) -> tuple[str, str]:
+    """The two words that an algorithm stands for.
+
+    >>> _with_trainer("dpo")
+    ('preference', 'loss:dpo')
+    """
+    trainer, holder = algorithms()[algorithm]
+    return trainer, f"{holder}:{algorithm}"
 
 
 def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
@@ -151,16 +177,21 @@ def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
     names = ", ".join(TRAINERS)
     if files:
         return f"{', '.join(map(str, files))} has no key 'trainer': give it, one of {names}"
-    if (place := next((i for i, word in enumerate(words) if word in TRAINERS or is_run_file(word)), 0)) > 0:
+    if (place := next((i for i, word in enumerate(words) if _begins(word)), 0)) > 0:
         ahead = " ".join([words[place], *words[:place], *words[place + 1 :]])
         return f"give a trainer or run file in front of all options: {ahead}"
     if not words or words[0].startswith("-"):
         return f"give a trainer, one of {names}"
-    if words[0] in loops():
-        return f"{words[0]!r} is a loop, and no trainer ({names}): rl-fn new {words[0]} FILE.py writes the loop"
+    if (loop := words[0].lower()) in loops():
+        return f"{words[0]!r} is a loop, and no trainer ({names}): rl-fn new {loop} FILE.py writes the loop"
     near = difflib.get_close_matches(dashed(words[0]).lower(), [*TRAINERS, *algorithms()])
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"{words[0]!r} is no trainer ({names}), no run file (FILE.toml) and no folder with {RUN_FILE}{hint}"
+
+
+def _begins(word: str) -> bool:
+    """Whether a command may begin with a word."""
+    return word in TRAINERS or is_run_file(word) or word in algorithms()
 
 
 def words_of_settings(trainer: str, settings: Mapping[str, Setting], words: Sequence[str]) -> list[str]:

@@ -146,8 +146,7 @@ COMMANDS = [
     ),
     Command(
         ".venv/bin/rl-fn train dpo --model path/or/hub-id --data preferences.jsonl --loss.beta 0.1",
-        f"{OWN} train dpo {MODEL} --data preferences.jsonl --loss.beta 0.1 --held-out 20 "
-        "--steps 2 --rows-per-step 8",
+        f"{OWN} train dpo {MODEL} --data preferences.jsonl --loss.beta 0.1 --held-out 20 --steps 2 --rows-per-step 8",
         OWN_FILES,
     ),
     Command(".venv/bin/rl-fn train preference loss:simpo --help"),

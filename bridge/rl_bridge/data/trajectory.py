@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from tyro.conf import Fixed, Suppress
 
@@ -359,7 +359,7 @@ class Trajectory:
         rewards: Mapping[str, float] | None = None,
         row: Mapping[str, Any] | None = None,
         group: int | None = None,
-    ) -> "Trajectory":
+    ) -> Self:
         """A copy with other labels; None leaves a label as it is.
 
         No check of the tokens reads a label, and a step labels every trajectory three times: none is made again.
@@ -369,7 +369,7 @@ class Trajectory:
         (True, 0)
         """
         labels = {"rewards": rewards, "row": row, "group": group}
-        other = object.__new__(Trajectory)
+        other = object.__new__(type(self))
         vars(other).update(vars(self) | {name: label for name, label in labels.items() if label is not None})
         return other
 

@@ -5,7 +5,7 @@ import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from inspect import isawaitable
 from pathlib import Path
@@ -125,12 +125,17 @@ def calls(function: Reward, protocol: Protocol, trajectories: Sequence[Trajector
 
     The function gets copies, so that it cannot change the rows that the run goes on with. Coroutines run together.
     """
-    arguments: Iterable[Arguments]
+    # All copies are made before the first call: the rows may be the function's own.
+    arguments: list[Arguments] = []
     if protocol in OF_LISTS:
         copied = [replace(t, row=_copied(t.row), messages=copy.deepcopy(t.messages)) for t in trajectories]
-        arguments = [_trl(function, copied) if protocol == "trl" else ((copied,), {})]
+        arguments.append(_trl(function, copied) if protocol == "trl" else ((copied,), {}))
     else:
-        arguments = map(_ONE[protocol], trajectories)
+        for place, trajectory in enumerate(trajectories):
+            try:
+                arguments.append(_ONE[protocol](trajectory))
+            except Exception as error:
+                raise RowFailed(place, f"no copy of its row: {type(error).__name__}: {error}") from error
     if _is_async(function):
         coroutines = [function(*args, **kwargs) for args, kwargs in arguments]
         for value, error in event_loop.run_in_order(coroutines, "reward"):

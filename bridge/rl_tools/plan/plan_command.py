@@ -231,7 +231,7 @@ def run(words: Sequence[str]) -> int:
     from rl_tools.trainers import config_of
 
     pipeline = config_of([arguments.config, *rest], "plan")[1]
-    if arguments.config not in TRAINERS and is_run_file(arguments.config):
+    if is_run_file(arguments.config) and arguments.config not in TRAINERS:
         pipeline = replace(pipeline, workers=pipeline.workers or started_with(Path(arguments.config)))
     if arguments.workers is not None:
         if arguments.workers < 1:

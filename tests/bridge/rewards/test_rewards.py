@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rl_bridge.data.trajectory import single_turn
-from rl_bridge.rewards import exact_match, load_reward, score
+from rl_bridge.rewards import RewardError, exact_match, load_reward, score
 from rl_bridge.rewards import rewards as waiting
 from rl_bridge.rewards.function import protocol_of
 from rl_bridge.rewards.sources import RewardOptions, load
@@ -212,3 +212,28 @@ def test_a_reward_cannot_change_the_rows():
             assert scored.row is data[0] and scored.completion == "x" and scored.rewards == {"reward": 1.0}
             assert scored.messages == trajectories("x", data=data)[0].messages
     assert data == [row]
+
+
+def test_a_reward_that_keeps_the_rows_cannot_change_the_next_ones():
+    source = {"prompt": "a", "answer": [1]}
+
+    def grows(completion, row):
+        source["answer"].append(1)
+        return float(len(row["answer"]))
+
+    several = [each for each in trajectories("x", data=[source]) for _ in range(3)]
+    assert [scored.rewards["reward"] for scored in load(grows).score(several)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_row_that_cannot_be_copied_is_named(together):
+    class Single:
+        def __deepcopy__(self, memo):
+            raise TypeError("there is one of me")
+
+    async def later(completion, row):
+        return 1.0
+
+    data = [{"prompt": "a", "_where": "row 0"}, {"prompt": "b", "_where": "row 1", "own": Single()}]
+    with pytest.raises(RewardError, match="on row 1 failed: no copy of its row: TypeError: there is one of me"):
+        load(later if together else lambda completion, row: 1.0).score(trajectories("x", "y", data=data))

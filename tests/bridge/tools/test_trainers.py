@@ -141,17 +141,28 @@ NEEDED = {
 def test_an_algorithm_stands_for_the_trainer_that_has_it(name: str, tmp_path, monkeypatch):
     trainer, holder = algorithms()[name]
     for word in (name, name.replace("-", "_"), name.upper()):
-        assert expanded([word, "--seed", "1"]) == (trainer, ["--seed", "1", f"{holder}:{name}"])
+        # In front: an option without its value would take the recipe for it.
+        assert expanded([word, "--seed", "1"]) == (trainer, [f"{holder}:{name}", "--seed", "1"])
     words = NEEDED.get(name, [])
     assert config_of([name, *words], "train") == config_of([trainer, *words, f"{holder}:{name}"], "train")
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "a.toml"
     file.write_text(f'trainer = "{trainer}"\nseed = 3\n')
     assert expanded([name, "a.toml"]) == (trainer, ["--seed=3", f"{holder}:{name}"])
-    # The folder of a run has been a word of the command for longer.
     (tmp_path / name).mkdir()
     file.rename(tmp_path / name / RUN_FILE)
-    assert expanded([name]) == (trainer, ["--seed=3"])
+    with pytest.raises(ValueError, match=f"'{name}' is an algorithm, and here the folder of a run: write ./{name} "):
+        expanded([name])
+    assert expanded([f"./{name}"]) == (trainer, ["--seed=3"])
+
+
+@pytest.mark.parametrize("name", ["SFT", "Policy", "reward_model", "GRPO", "dr_grpo"])
+def test_the_folder_of_a_run_is_no_other_spelling_of_a_trainer_or_algorithm(name: str, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expanded([name])[0] in TRAINERS
+    (tmp_path / name).mkdir()
+    (tmp_path / name / RUN_FILE).write_text('trainer = "preference"\nseed = 3\n')
+    assert expanded([name]) == ("preference", ["--seed=3"])
 
 
 def test_no_algorithm_is_of_two_trainers_or_a_word_of_the_command():
@@ -184,7 +195,10 @@ WRONG = {
     'freeze = "a"': "freeze must be an array, each a text, got 'a'",
     "optimizer.learning-rate = 2026-01-01": "optimizer.learning-rate must be a number, got",
     'objective.name = "gsp"': "objective:gsp: did you mean objective:gspo",
-    'trainer = "dpo"': 'got \'dpo\'; write trainer = "preference" and loss = "dpo"',
+    'trainer = "dpo"': 'got \'dpo\'; write trainer = "preference" and loss.name = "dpo"',
+    'trainer = "GRPO"': 'got \'GRPO\'; write trainer = "policy" and objective.name = "grpo"',
+    'trainer = "reward_model"': "got 'reward_model'; write trainer = \"reward-model\"",
+    'trainer = ["policy"]': "trainer must be one of sft, reward-model, preference, policy, got ['policy']",
     'trainer = "dpi"': "trainer must be one of sft, reward-model, preference, policy, got 'dpi'",
     "a.b.c = 1": "there is no a.b.c",
     'policy.sampling.stop = ["a", "--b"]': "policy.sampling.stop has several texts, and '--b' begins as an option does",
