@@ -362,7 +362,8 @@ class Trajectory:
     ) -> Self:
         """A copy with other labels; None leaves a label as it is.
 
-        No check of the tokens reads a label, and a step labels every trajectory three times: none is made again.
+        The checks of a new trajectory read no label, so a copy goes without these checks: a step labels each trajectory
+        with its row and with its rewards.
 
         >>> t = single_turn([5], [6])
         >>> t.labelled(group=3) == replace(t, group=3), t.group
