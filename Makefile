@@ -29,7 +29,7 @@ RAY_ENVIRONMENT := RAY_worker_niceness=0
 RERUNS := --reruns 2 -r fER
 # Who needs an extra says so in its file: a tenth of the tests to be collected, and less of Ray's and the trackers'.
 OF_VLLM = $(shell grep -rl vllm tests/bridge --include='test_*.py' | sort)
-OF_RAY = $(shell grep -rl 'mark\.ray' tests/bridge --include='test_*.py' | sort)
+OF_RAY = $(shell grep -rl 'mark\.ray' tests/bridge tests/examples --include='test_*.py' | sort)
 OF_TOOLS = $(shell grep -rlE 'mark\.tools|stores import' tests/bridge/tools --include='test_*.py' | sort)
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(RERUNS)
 # What needs nothing but .venv, and no minutes.

@@ -24,7 +24,7 @@ def main(
     max_new_tokens: int = 512,
     lr: float = 1e-6,
 ) -> None:
-    init()  # this process, or the ranks of torchrun
+    init()  # this process, the ranks of torchrun, or Ray
     source, rows = load_model(model), load_rows(data)
     objective = rl_fn.recipes.grpo().replace(kl=rl_fn.components.KL("k3", 0.02))
     rollout, reference = Rollout(source), Reference(source)

@@ -34,7 +34,7 @@ def main(
     evaluate_every: int = 20,
     checkpoint_every: int = 50,
 ) -> None:
-    init()  # this process, or the ranks of torchrun
+    init()  # this process, the ranks of torchrun, or Ray
     rows, problems = load_rows(PROBLEMS, seed=seed).hold_out(held_out)
     model = tiny_model(PROBLEMS, seed=seed)
     objective = rl_fn.recipes.dapo()

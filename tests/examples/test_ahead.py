@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,12 +22,10 @@ from rl_bridge import (
     load_rows,
 )
 from rl_bridge.environments import Step
-from tests.support import warm
 from tests.support.results import metrics
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"steps": 3, "prompts": 4, "n": 4, "max_new_tokens": 5, "lr": 0.02}
 
 
@@ -158,20 +155,6 @@ def test_a_resumed_loop_ends_bit_for_bit_as_one_that_was_not_stopped(run_here, t
     assert run_here("stopped", resume=True) == whole
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")]
     assert weights[0] == weights[1]
-
-
-def test_a_rank_that_draws_beside_one_that_trains_has_the_numbers_of_one_process(model_folder, problems, tmp_path):
-    example = tmp_path / "loop.py"
-    text = (ROOT / "examples" / "ahead.py").read_text("utf-8")
-    example.write_text(text.replace('completion.strip().endswith(str(row["answer"]))', "len(completion)"))
-    options = {"model": model_folder, "data": problems, "output": tmp_path, **SIZES}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    for name, ranks, own in (("one", 0, []), ("two", 2, ["--rollout-workers=1"])):
-        done = warm.run(str(example), *flags, *own, f"--name={name}", count=ranks, timeout=240)
-        assert done.returncode == 0, done.stderr
-    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
-        names = [name for name, value in one.items() if not isinstance(value, str)]
-        assert [two[name] for name in names] == pytest.approx([one[name] for name in names], rel=1e-4, abs=1e-5)
 
 
 def test_what_would_not_be_taken_up_again_or_drawn_is_refused(model_folder, problems, tmp_path):

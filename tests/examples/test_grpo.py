@@ -1,14 +1,12 @@
-"""The first example: the numbers of the command to the bit, on two ranks, resumed, and in the documentation."""
+"""The first example: the numbers of the command to the bit, resumed, and in the documentation."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from examples import grpo
 from rl_tools.cli import main
-from tests.support import warm
 from tests.support.results import metrics
 
 pytestmark = pytest.mark.long
@@ -95,24 +93,6 @@ def test_a_resumed_loop_ends_bit_for_bit_as_one_that_was_not_stopped(run_here, t
         ValueError, match=r"options: policy\.optimizer\.learning_rate was .* and is 0\.01\. Give .* resume_anyway=True"
     ):
         run_here("stopped", steps=3, resume=True, lr=0.01)
-
-
-def test_two_ranks_of_torchrun_have_the_numbers_of_one_process(model_folder, problems, tmp_path):
-    example = tmp_path / "loop.py"
-    shutil.copy(ROOT / "examples" / "grpo.py", example)
-    example.write_text(
-        example.read_text().replace('completion.strip().endswith(str(row["answer"]))', "len(completion)")
-    )
-    options = {"model": model_folder, "data": problems, "output": tmp_path, **SIZES}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    for name, ranks in (("one", 0), ("two", 2)):
-        done = warm.run(str(example), *flags, f"--name={name}", count=ranks, timeout=240)
-        assert done.returncode == 0, done.stderr
-    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
-        words = {name for name, value in one.items() if isinstance(value, str)}
-        assert one.keys() == two.keys() and {name: two[name] for name in words} == {name: one[name] for name in words}
-        numbers = [{name: value for name, value in record.items() if name not in words} for record in (one, two)]
-        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4, abs=1e-5)
 
 
 def test_the_page_shows_the_examples_as_they_are():

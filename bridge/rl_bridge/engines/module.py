@@ -11,14 +11,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rl_bridge.common.user_files import required_arguments
 from rl_bridge.parallel.fsdp import move_weights
 from rl_bridge.parallel.parallelize import parallelize_parts
-from rl_bridge.weights.manifest import Manifest, is_peft
+from rl_bridge.weights.manifest import Manifest, class_of, is_peft
 from rl_bridge.weights.receiver import ModuleReceiver, ReceivesWeights, WeightReceiver, usable
 from rl_bridge.weights.source import SendsWeights, WeightSource, own_source, put_in_charge, source_of
 
@@ -85,7 +84,7 @@ def optimizer_state(module: torch.nn.Module, optimizer: Optimizer) -> dict[str, 
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
     if foreign := sum(parameter not in names for parameter in _parameters(optimizer)):
-        raise ValueError(f"the optimiser has {foreign} parameters that {type(module).__name__} does not have")
+        raise ValueError(f"the optimiser has {foreign} parameters that {class_of(module).__name__} does not have")
     _require_plain_updates(optimizer)
     places = _places.get()
     if places is None:
@@ -457,11 +456,6 @@ class _OwnReceiver(ModuleReceiver):
             raise ValueError("the weights under the adapter were freed, which no sync brings: load a checkpoint")
         self._owner.make_room()
         super().begin(manifest)
-
-
-def class_of(module: torch.nn.Module) -> type:
-    """The module's class as its author named it; FSDP2 gives the module another one."""
-    return next(kind for kind in type(module).__mro__ if FSDPModule not in (kind, *kind.__bases__))
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from rl_bridge.common.random_numbers import Generators, drawing_from
 from rl_bridge.engines.dispatch import Join, declared, handed_out
-from rl_bridge.engines.module import Lifecycle, ParallelModule, PlainLifecycle, class_of
+from rl_bridge.engines.module import Lifecycle, ParallelModule, PlainLifecycle
 from rl_bridge.executors.host import Host
 from rl_bridge.memory.garbage_collection import collect_all, one_phase
 from rl_bridge.parallel import fsdp
 from rl_bridge.parallel.mesh import Mesh
-from rl_bridge.weights.manifest import plain_name
+from rl_bridge.weights.manifest import class_of, plain_name
 from rl_bridge.weights.source import in_charge_of
 
 # The object that the factory made, and its place among the engine's workers.

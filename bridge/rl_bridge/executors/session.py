@@ -1,10 +1,11 @@
 """The executor of this process: one slot in it, or what ``init`` was asked for."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -105,6 +106,7 @@ class LocalExecutor:
 _current: list[Executor] = []
 
 Name = Literal["local", "torchrun", "ray"]
+_NAMES = "'local', 'torchrun' and 'ray'"
 
 
 def init(
@@ -122,12 +124,14 @@ def init(
     """Make the executor that engines use by default.
 
     Under torchrun this returns in rank 0 alone: the other ranks serve it until it ends, and leave. A script that calls
-    ``init()`` first runs as it is with ``python`` and with ``torchrun``.
+    ``init()`` first runs as it is with ``python``, with ``torchrun``, and over Ray where the environment says
+    ``RL_BRIDGE_EXECUTOR=ray``.
 
     Args:
-        executor: "local" (this process), "torchrun" (the ranks of this job), or "ray". By default "torchrun" in a rank
-            of a job, else "local".
-        workers: how many slots. Under torchrun it must agree with ``--nproc_per_node``.
+        executor: "local" (this process), "torchrun" (the ranks of this job), or "ray". By default what
+            ``RL_BRIDGE_EXECUTOR`` says, else "torchrun" in a rank of a job, else "local".
+        workers: how many slots, by default ``RL_BRIDGE_WORKERS`` where the executor is the environment's, too. Under
+            torchrun it must agree with ``--nproc_per_node``.
         slots: Ray only. Resources of each slot, such as ``[{"GPU": 1, "CPU": 4}, {"CPU": 8}]``; by default one slot for
             each GPU of the cluster.
         address: Ray only. The cluster to attach to, "auto" for the one on this machine; by default ``RAY_ADDRESS``.
@@ -141,12 +145,13 @@ def init(
             no deadline then.
 
     Raises:
-        ValueError: an option that the executor does not have, or an executor is in use already.
+        ValueError: an option that the executor does not have, a variable of the environment that says none, or an
+            executor is in use already.
     """
     logging.getLogger("rl_bridge").setLevel(log_level)
     if _current and not _current[0].stopped and (_current[0].name != "local" or any(_current[0].held.values())):
         raise ValueError(f"executor {_current[0].name!r} is in use; call its stop() before another init()")
-    name = executor or ("torchrun" if under_torchrun() else "local")
+    name, workers = (executor, workers) if executor else _started_with(workers)
     timeout = timeout if debug is None else float("inf")
     check_debugger(debug)
     if name != "ray":
@@ -174,7 +179,7 @@ def init(
                 debug=debug,
             )
         case _:
-            raise ValueError(f"there is no executor {name!r}; there are 'local', 'torchrun' and 'ray'")
+            raise ValueError(f"there is no executor {name!r}; there are {_NAMES}")
     _current[:] = [instance]
     return instance
 
@@ -184,6 +189,22 @@ def current_executor() -> Executor:
     if not _current or _current[0].stopped:
         init()
     return _current[0]
+
+
+def _started_with(workers: int | None) -> tuple[str, int | None]:
+    """The executor and the number of slots that this process was started with."""
+    ranks = "torchrun" if under_torchrun() else "local"
+    name, count = (os.environ.get(f"RL_BRIDGE_{word}", "").strip() for word in ("EXECUTOR", "WORKERS"))
+    if name and name not in get_args(Name):
+        raise ValueError(f"RL_BRIDGE_EXECUTOR={name} is no executor; there are {_NAMES}")
+    if name and name != ranks and ranks == "torchrun":
+        raise ValueError(
+            f"RL_BRIDGE_EXECUTOR={name}, and torchrun started this process: each rank would begin an executor of its "
+            f"own. Start the script with python, or without the variable"
+        )
+    if count and not (count.isascii() and count.isdigit() and int(count)):
+        raise ValueError(f"RL_BRIDGE_WORKERS={count} is no whole number of at least 1")
+    return name or ranks, workers if workers is not None or not count else int(count)
 
 
 def _refuse(name: str, **options: object) -> None:

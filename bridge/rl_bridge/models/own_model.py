@@ -35,6 +35,7 @@ from rl_bridge.models.stored_tensors import (
 )
 from rl_bridge.parallel.attention import AttentionPlan
 from rl_bridge.parallel.heads import GivesLogits
+from rl_bridge.weights.manifest import class_of
 
 # The form of a class, and a module of it as a model of transformers.
 
@@ -121,7 +122,7 @@ class OwnModel(GivesLogits):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None].expand_as(input_ids)
         logits = self.own(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask)
-        return CausalLMOutput(logits=require_form(logits, input_ids, type(self).__name__))  # type: ignore[arg-type]
+        return CausalLMOutput(logits=require_form(logits, input_ids, class_of(self).__name__))  # type: ignore[arg-type]
 
     def remade(self) -> "OwnModel":
         """A new model of the class, whose weights are the class's own."""

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from rl_bridge.models.own_model import OwnModel, save_own
 from rl_bridge.models.small import TinySource, character_tokenizer
 from rl_bridge.models.tokenizer_files import tokenizer_in, write_tokenizer
 from rl_bridge.models.turn_ends import add_turn_ends
-from rl_bridge.weights.manifest import full, is_peft
+from rl_bridge.weights.manifest import class_of, full, is_peft
 from rl_bridge.weights.source import source_of
 
 # A model and its tokenizer: from a folder or hub id in Hugging Face format, or small and new for given rows.
@@ -172,7 +171,7 @@ def write_model(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: 
     if isinstance(model, OwnModel):
         save_own(model, state, folder)
         return
-    kind = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    kind = class_of(model)
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # some families look theirs up in a table of their own
     with torch.device("meta"):

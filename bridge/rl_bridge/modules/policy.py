@@ -21,6 +21,7 @@ from rl_bridge.modules.scoring import ScoringConfig, TokenScorer, following
 from rl_bridge.modules.trainable import CausalLMModule, OptimizerConfig
 from rl_bridge.parallel.config import ParallelConfig
 from rl_bridge.parallel.heads import token_loss
+from rl_bridge.weights.manifest import class_of
 from rl_fn import Batch, Objective, Ratio
 
 # Coefficients of an objective's terms as arguments: a controller changes them between steps without a new trace.
@@ -127,7 +128,7 @@ def fused_share(
     """
     module.require_weights()
     if module.arrangements.head != "linear":
-        name = type(module.model).__name__
+        name = class_of(module.model).__name__
         raise ValueError(
             f"fused_loss needs hidden states and a head of one matrix, which {name} lacks: train without fused_loss"
         )

@@ -25,7 +25,7 @@ from rl_bridge.parallel.heads import token_logprobs
 from rl_bridge.parallel.mesh import AXES, agree_max_over
 from rl_bridge.parallel.parallelize import parallelize
 from rl_bridge.parallel.probe import Arrangements, forward_kwargs, probe
-from rl_bridge.weights.manifest import without_peft
+from rl_bridge.weights.manifest import class_of, without_peft
 
 _ARRANGEMENT = ("micro_batch_tokens", "share_prefixes", "packing")
 """Options of ``ScoringConfig`` that say where rows lie, with the same results."""
@@ -193,14 +193,14 @@ class Scorer(ParallelModule):
         longest = max(batch.lengths.tolist(), default=0)
         if self._positions is not None and longest > self._positions:
             raise ValueError(
-                f"a row has {longest} tokens, and {type(without_peft(self.model)).__name__} has {self._positions} "
+                f"a row has {longest} tokens, and {class_of(without_peft(self.model)).__name__} has {self._positions} "
                 "positions: leave out longer rows (max_tokens of conversations)"
             )
         if self._longest is not None and longest > self._longest:
             raise ValueError(
-                f"a row has {longest} tokens: {type(without_peft(self.model)).__name__} chooses its rotary frequencies "
-                f"by the longest row of a call beyond {self._longest} tokens, and every row beside it would change; "
-                "leave out longer rows"
+                f"a row has {longest} tokens: {class_of(without_peft(self.model)).__name__} chooses its rotary "
+                f"frequencies by the longest row of a call beyond {self._longest} tokens, and every row beside it "
+                "would change; leave out longer rows"
             )
         shared = None
         arranged = self.arranged()

@@ -35,7 +35,7 @@ from rl_bridge.parallel.fsdp import forget_pass
 from rl_bridge.parallel.heads import GivesLogits, HeadKind, is_language_model, token_logprobs, token_values
 from rl_bridge.parallel.layer_kinds import has_states, unpackable
 from rl_bridge.parallel.mesh import AXES, agree_max_over
-from rl_bridge.weights.manifest import local, without_peft
+from rl_bridge.weights.manifest import class_of, local, without_peft
 
 # The rows of the comparison, and a model's own eager forward of each row alone.
 
@@ -68,7 +68,7 @@ def plain_values(model: PreTrainedModel, row: Tensor) -> Tensor:
             pooled = model(input_ids=row[None], use_cache=False).logits[0, 0]
         if not torch.allclose(pooled.float(), values[-1].detach(), rtol=1e-2, atol=1e-2 * float(values.detach().std())):
             raise ValueError(
-                f"{type(model).__name__} scores a row of {len(row)} tokens with {float(pooled):.4g}, and its head "
+                f"{class_of(model).__name__} scores a row of {len(row)} tokens with {float(pooled):.4g}, and its head "
                 f"gives {float(values[-1].detach()):.4g} at the last token"
             )
         return values
@@ -274,7 +274,7 @@ def _by_config(model: PreTrainedModel) -> Arrangements:
 
 
 def _compared(comparison: "_Comparison") -> Arrangements:
-    name, ranks = type(without_peft(comparison.model)).__name__, comparison.ranks
+    name, ranks = class_of(without_peft(comparison.model)).__name__, comparison.ranks
     logits_alone = isinstance(without_peft(comparison.model), GivesLogits)
     heads: tuple[HeadKind, ...] = ("linear", "logits") if comparison.is_language_model else ("linear",)
     heads = ("logits",) if logits_alone else heads
@@ -339,7 +339,7 @@ class _Comparison:
         try:
             self.wanted = self._measure("eager", self._alone)
         except (TypeError, NotImplementedError, AttributeError, AssertionError, IndexError, RuntimeError) as error:
-            name = type(without_peft(model)).__name__
+            name = class_of(without_peft(model)).__name__
             raise ValueError(
                 f"{name} cannot read one row of {self.rows.ids.shape[1]} tokens without a cache, so that nothing can "
                 f"be compared with its own numbers: {told(error)}"

@@ -76,7 +76,7 @@ class PlacementOptions:
     """The processes of a run."""
 
     executor: Literal["auto", "local", "torchrun", "ray"] = field(default="auto", metadata=MAY_CHANGE)
-    """auto: the ranks of a torchrun job where there is one, else this process."""
+    """auto: what RL_BRIDGE_EXECUTOR says, else the ranks of a torchrun job where there is one, else this process."""
     workers: int | None = field(default=None, metadata=MAY_CHANGE)
     """Processes that Ray starts. Another executor starts none: this must be the number that it has, or None."""
     mesh: MeshOptions = field(default=MeshOptions(), metadata=MAY_CHANGE)

@@ -107,6 +107,13 @@ def without_peft(model: torch.nn.Module) -> torch.nn.Module:
     return model.get_base_model() if is_peft(model) else model
 
 
+def class_of(module: torch.nn.Module) -> type[Any]:
+    """The module's class as its author named it; FSDP2 gives the module another one."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return next(kind for kind in type(module).__mro__ if FSDPModule not in (kind, *kind.__bases__))
+
+
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, parameter or persistent buffer), tied ones once; FSDP2 parameters as the shards they are stored as."""
     reshard(module)

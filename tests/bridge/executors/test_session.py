@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from rl_bridge.executors import LocalExecutor, session
 def fresh(monkeypatch):
     """No executor before and none after; not in a torchrun job."""
     monkeypatch.setattr(session, "_current", [])
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RL_BRIDGE_EXECUTOR", "RL_BRIDGE_WORKERS"):
         monkeypatch.delenv(name, raising=False)
     level = logging.getLogger("rl_bridge").level
     yield
@@ -114,3 +115,68 @@ def test_how_long_a_start_may_take_is_the_user_s_to_say(monkeypatch, options):
     monkeypatch.setattr(session, "TorchrunExecutor", lambda **given: made.append(given) or LocalExecutor("cpu"))
     rl_bridge.init("torchrun", **options)
     assert made == [{"timeout": 1800.0, "start_timeout": options.get("start_timeout", 300.0), "debug": None}]
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """What each executor of Ray was made with."""
+    made = []
+
+    def start(**options):
+        made.append(
+            {name: value for name, value in options.items() if value is not None and name in ("workers", "slots")}
+        )
+        return LocalExecutor("cpu")
+
+    monkeypatch.setitem(sys.modules, "rl_bridge.executors.ray", SimpleNamespace(RayExecutor=start))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "expected"),
+    [
+        ("RL_BRIDGE_EXECUTOR=ray", {}, {}),
+        ("RL_BRIDGE_EXECUTOR=ray RL_BRIDGE_WORKERS=2", {}, {"workers": 2}),
+        ("RL_BRIDGE_EXECUTOR=ray RL_BRIDGE_WORKERS=2", {"workers": 3}, {"workers": 3}),
+        ("RL_BRIDGE_EXECUTOR=ray", {"slots": [{"GPU": 1}]}, {"slots": [{"GPU": 1}]}),
+        ("RL_BRIDGE_WORKERS=2", {"executor": "ray"}, {}),
+    ],
+)
+def test_a_script_goes_over_ray_by_the_environment_alone(environment, options, expected, starts, monkeypatch):
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("="))
+    rl_bridge.init(**options)
+    assert starts == [expected]
+
+
+def test_an_executor_that_the_script_names_is_not_the_environment_s(starts, monkeypatch):
+    monkeypatch.setenv("RL_BRIDGE_EXECUTOR", "ray")
+    assert rl_bridge.init("local").name == "local" and not starts
+    rl_bridge.current_executor().stop()
+    rl_bridge.current_executor()
+    assert starts == [{}]
+
+
+RANK = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=here MASTER_PORT=29500"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            "RL_BRIDGE_EXECUTOR=slurm",
+            "RL_BRIDGE_EXECUTOR=slurm is no executor; there are 'local', 'torchrun' and 'ray'",
+        ),
+        (f"{RANK} RL_BRIDGE_EXECUTOR=ray", "RL_BRIDGE_EXECUTOR=ray, and torchrun started this process"),
+        (f"{RANK} RL_BRIDGE_EXECUTOR=local", "RL_BRIDGE_EXECUTOR=local, and torchrun started this process"),
+        ("RL_BRIDGE_EXECUTOR=ray RL_BRIDGE_WORKERS=0", "RL_BRIDGE_WORKERS=0 is no whole number of at least 1"),
+        ("RL_BRIDGE_EXECUTOR=ray RL_BRIDGE_WORKERS=two", "RL_BRIDGE_WORKERS=two is no whole number of at least 1"),
+        ("RL_BRIDGE_WORKERS=2", "workers=2 was asked for, and executor 'local' has 1"),
+    ],
+)
+def test_an_environment_that_says_no_executor_is_refused(environment, message, starts, monkeypatch):
+    for word in environment.split():
+        monkeypatch.setenv(*word.split("="))
+    with pytest.raises(ValueError, match=message):
+        rl_bridge.init()
+    assert not session._current and not starts
