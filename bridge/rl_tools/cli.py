@@ -114,7 +114,7 @@ def _cause(error: BaseException) -> BaseException:
 COMMANDS = {
     "train": "",
     "export": "rl_tools.export.command:run",
-    "check": "rl_tools.check.cases:check",
+    "check": "rl_tools.check.check_command:check",
     "quantize": "rl_tools.quantize:run",
     "tune": "rl_tools.tune.tune_command:run",
     "report": "rl_tools.report.page:run",
@@ -229,7 +229,7 @@ def usage() -> str:
        rl-fn train policy [options] [objective:ALGORITHM] [options of the algorithm]
        rl-fn train {{reward-model,preference}} [options] [loss:LOSS] [options of the loss]
        rl-fn export RUN --to {{tensorboard,wandb,mlflow,trackio}} [--output FOLDER] [--project NAME] [--again]
-       rl-fn check {{trl,verl,openrlhf,tunix}}
+       rl-fn check {{trl,verl,openrlhf,tunix,FILE.py:LOSS}}
        rl-fn quantize {{profile,setup,verify}} [--help] [options]
        rl-fn tune {{TRAINER,RUN.toml}} --space.OPTION DOMAIN [options]
        rl-fn report RUN... [--output FILE] [--watch [SECONDS]]
@@ -241,7 +241,7 @@ def usage() -> str:
 
 commands:
 {trainers}  export               the record of a run for another program: what is new, and never twice
-  check                rl_fn's dialects against an installed library's own functions: value and gradient
+  check                rl_fn's dialects against an installed library's own functions, or the laws of a loss of yours
   quantize             rollouts in int8 or fp8: a checkpoint's profile, a file for FLASHRL_CONFIG, the error budget
   tune                 a study over a training command: a search space, seeds as repetitions, a journal
   report               one HTML file about runs: curves, completions with each token's numbers, warnings, options

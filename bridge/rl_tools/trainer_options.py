@@ -224,6 +224,8 @@ class TrainerOptions:
             here = ", ".join(f"{part}:{name}" for part, names in self.recipes.items() for name in names)
             others = ", ".join(f"train {name}" for name in owners)
             return f"{word} is of {others}{f'; here there are {here}' if here else ''}"
+        if holder == "objective" and own and ".py:" in recipe:
+            return f"{word}: a loss of your own is a part of an objective, objective:grpo --objective.loss {recipe}"
         near = [f"{holder}:{name}" for name in self.near_recipes(holder, recipe)] if own else []
         all_of_them = "" if near else f"; there are {', '.join(f'{holder}:{name}' for name in own)}"
         return f"{did_you_mean(word, near)}{all_of_them}" if own else ""

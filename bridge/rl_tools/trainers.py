@@ -183,10 +183,20 @@ def _without_trainer(files: Sequence[Path], words: Sequence[str]) -> str:
     if not words or words[0].startswith("-"):
         return f"give a trainer, one of {names}"
     if (loop := words[0].lower()) in loops():
-        return f"{words[0]!r} is a loop, and no trainer ({names}): rl-fn new {loop} FILE.py writes the loop"
+        option = f"policy {_OF_LOOPS[loop]} trains so, and " if loop in _OF_LOOPS else ""
+        return f"{words[0]!r} is a loop, and no trainer ({names}): {option}rl-fn new {loop} FILE.py writes the loop"
     near = difflib.get_close_matches(dashed(words[0]).lower(), [*TRAINERS, *algorithms()])
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return f"{words[0]!r} is no trainer ({names}), no run file (FILE.toml) and no folder with {RUN_FILE}{hint}"
+
+
+_OF_LOOPS = {
+    "ahead": "--asynchronous.max-staleness 1",
+    "conversations": "--environment FILE.py:NAME",
+    "own_loss": "--objective.loss FILE.py:NAME",
+    "own_model": "--model FILE.py:NAME",
+}
+"""Options by which a trainer is the loop that has no trainer of its own."""
 
 
 def _begins(word: str) -> bool:

@@ -27,8 +27,7 @@ def library(monkeypatch):
         module.cases = lambda: [_case(shift)]
         monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setitem(cases.MODULES, "trl", ("of_a_test",))
-        for where in (cases, cases):
-            monkeypatch.setattr(where, "version", lambda _: "0.0")
+        monkeypatch.setattr(cases, "version", lambda _: "0.0")
 
     return install
 

@@ -191,6 +191,10 @@ COMMANDS = [
         "minutes; the results are those of the repository",
     ),
     Command(".venv/bin/rl-fn doctor"),
+    Command(".venv/bin/rl-fn check examples/own_loss.py:loss"),
+    Command(
+        "rl-fn check FILE.py:name", ".venv/bin/rl-fn check examples/own_loss.py:loss", "the file is the reader's own"
+    ),
     Command("rl-fn doctor"),
     Command("make test", "make test TESTS=tests/rl_fn/test_reward_model.py", "minutes; CI runs the whole suite"),
     Command("make test-long", "make test-long TESTS=tests/repository/test_wheel.py", "minutes; CI runs all of it"),

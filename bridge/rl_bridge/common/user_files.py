@@ -80,7 +80,8 @@ def callable_in(path: str, name: str, kind: str, form: str) -> Any:
     """
     value = getattr(load_file(Path(path), kind), name, None)
     if not callable(value):
-        raise ValueError(f"{path} has no {form.format(name)}")
+        actual = "" if value is None else f": {name} is of the type {type(value).__name__}"
+        raise ValueError(f"{path} has no {form.format(name)}{actual}")
     return value
 
 

@@ -215,4 +215,7 @@ def _refuse(name: str, **options: object) -> None:
 
 def _require(name: str, workers: int | None, actual: int) -> None:
     if workers not in (None, actual):
-        raise ValueError(f"workers={workers} was asked for, and executor {name!r} has {actual}")
+        raise ValueError(
+            f"{workers} workers were asked for (by workers= or RL_BRIDGE_WORKERS), and executor {name!r} has {actual}: "
+            "Ray alone starts some (RL_BRIDGE_EXECUTOR=ray)"
+        )

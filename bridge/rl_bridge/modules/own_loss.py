@@ -122,7 +122,7 @@ def check_loss(loss: PerToken) -> None:
     if isinstance(loss, TorchLoss | Custom):
         _require_one_argument(loss.function)
         with torch.device("cpu"):  # a module is made on the meta device, which has no numbers
-            _Trial(loss).check(trial_batch(3, 6))
+            LossTrial(loss).check(trial_batch(3, 6))
 
 
 def _require_one_argument(function: Callable[..., Any]) -> None:
@@ -147,43 +147,74 @@ def _require_one_argument(function: Callable[..., Any]) -> None:
         ) from None
 
 
-class _Trial:
-    """Tries one loss."""
+class LossTrial:
+    """Tries one loss on batches of tensors."""
 
     def __init__(self, loss: TorchLoss | Custom) -> None:
         self._loss = loss
         self._name = loss.name if isinstance(loss, TorchLoss) else loss.explain()
         self._per_token = from_jax(loss.__call__)
+        self._learns = ("logprobs", *(name for name in ("entropies",) if name in loss.required_fields))
 
     def check(self, tokens: Mapping[str, torch.Tensor]) -> None:
-        losses, gradient = self._differentiated(tokens)
-        mask = tokens["mask"]
-        self._require_repeatable(tokens, losses, gradient)
-        if not (losses[mask].isfinite().all() and gradient[mask].isfinite().all()):
-            raise ValueError(f"the loss {self._name} is not finite on an ordinary batch: {losses.tolist()}")
-        if not gradient[mask].any():
+        """Raise TypeError or ValueError for what ``check_loss`` refuses."""
+        numbers, mask = self.differentiated(tokens), tokens["mask"]
+        self._require_repeatable(tokens, numbers)
+        self._require_finite(tokens, "on an ordinary batch")
+        # A narrow clip, as GSPO's, cuts the gradient of each token here, and of none where π is π_old.
+        start = {**tokens, "old_logprobs": tokens["logprobs"], "rollout_logprobs": tokens["logprobs"]}
+        if not (numbers[1][mask].any() or self.differentiated(start)[1][mask].any()):
             raise ValueError(f"the loss {self._name} has no gradient in batch.logprobs: nothing would be trained")
+        self._require_finite(start, "where π is π_old, as in the first update of a step")
+        self._require_finite(_unrewarded(tokens), "where the advantage is 0, as of a group with equal rewards")
         self._require_no_parameters(tokens)
-        wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in tokens.items()}
-        padded = [x[:, : mask.shape[1]] for x in self._differentiated(wider)]
-        if not equal_where(padded, (losses, gradient), mask):
-            raise ValueError(
-                f"the loss {self._name} depends on how far its rows are padded: what it sums over a row, it has to "
-                "multiply by batch.mask, and to divide by batch.mask.sum(1)"
-            )
+        self._require_place_independent(tokens, numbers)
+        if not self._loss.gradient_without_advantage:
+            self._require_no_gradient(_unrewarded(tokens))
         if self._loss.over_batch:
             return
         rows = range(len(mask))
-        alone = [self._differentiated({name: x[row : row + 1] for name, x in tokens.items()}) for row in rows]
-        if not equal_where([torch.cat(column) for column in zip(*alone, strict=True)], (losses, gradient), mask):
+        alone = [self.differentiated({name: x[row : row + 1] for name, x in tokens.items()}) for row in rows]
+        if not equal_where([torch.cat(column) for column in zip(*alone, strict=True)], numbers, mask):
             raise ValueError(
                 f"in the loss {self._name} the number of a token depends on other completions, so that micro-batches "
                 "would not add up to the batch: over_batch=True gives it the whole batch at once"
             )
 
-    def _require_repeatable(self, tokens: Mapping[str, torch.Tensor], *first: torch.Tensor) -> None:
+    def _require_finite(self, tokens: Mapping[str, torch.Tensor], where: str) -> None:
+        numbers = self.differentiated(tokens)
+        if not all(x[tokens["mask"]].isfinite().all() for x in numbers):
+            raise ValueError(f"the loss {self._name} is not finite {where}: {numbers[0].tolist()}")
+
+    def _require_place_independent(self, tokens: Mapping[str, torch.Tensor], numbers: tuple[torch.Tensor, ...]) -> None:
+        """Refuse other numbers of a token where its row is padded further, or begins with a longer prompt."""
+        mask = tokens["mask"]
+        wider = {name: torch.nn.functional.pad(x, (0, 4)) for name, x in tokens.items()}
+        if not equal_where([x[:, : mask.shape[1]] for x in self.differentiated(wider)], numbers, mask):
+            raise ValueError(
+                f"the loss {self._name} depends on how far its rows are padded: what it sums over a row, it has to "
+                "multiply by batch.mask, and to divide by batch.mask.sum(1)"
+            )
+        behind = {name: torch.nn.functional.pad(x, (3, 0)) for name, x in tokens.items()}
+        if not equal_where([x[:, 3:] for x in self.differentiated(behind)], numbers, mask):
+            raise ValueError(
+                f"the loss {self._name} depends on how many tokens a row has before its completion, as the prompt's: "
+                "the place of a token in its completion is batch.mask.cumsum(1) - 1"
+            )
+
+    def _require_no_gradient(self, tokens: Mapping[str, torch.Tensor]) -> None:
+        """Refuse a gradient of completions that are not computed, because the loss declares that they have none."""
+        _, *gradients = self.differentiated(tokens)
+        counted = tokens["mask"] & (tokens["advantages"] == 0)
+        if any(x[counted].any() for x in gradients):
+            raise ValueError(
+                f"the loss {self._name} declares gradient_without_advantage=False, and has a gradient where the "
+                "advantage is 0: such completions would not be computed"
+            )
+
+    def _require_repeatable(self, tokens: Mapping[str, torch.Tensor], first: tuple[torch.Tensor, ...]) -> None:
         """Refuse other numbers for the same batch, of which padding and other completions are not the cause."""
-        if not equal_where(first, self._differentiated(tokens), tokens["mask"]):
+        if not equal_where(first, self.differentiated(tokens), tokens["mask"]):
             raise ValueError(
                 f"the loss {self._name} gives other numbers for the same batch when it is called again: it may draw no "
                 "random numbers of its own (torch_loss(reads=('noise',)) has some) and change nothing that it reads"
@@ -205,32 +236,62 @@ class _Trial:
                 "has and no checkpoint: detach() these"
             )
 
-    def _differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses, and the gradient of their sum over the tokens that count."""
-        logprobs = tokens["logprobs"].clone().requires_grad_()
-        fixed: dict[str, Any] = {name: tokens[name].clone() for name in ("old_logprobs", "advantages", "mask")}
-        fixed |= {name: tokens[name].clone() for name in self._loss.required_fields if name in tokens}
+    def differentiated(self, tokens: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The losses, then the gradient of their sum over tokens that count: in logprobs, and in entropies if read."""
+        names = ("old_logprobs", "advantages", "mask", *self._loss.required_fields)
+        fields: dict[str, Any] = {name: tokens[name].clone() for name in names if name in tokens}
+        leaves = {name: tokens[name].clone().requires_grad_() for name in self._learns}
         with torch.enable_grad():
             try:
-                losses = self._per_token(Batch(**fixed, logprobs=logprobs))  # type: ignore[arg-type]
-            except TypeError as error:
-                if isinstance(self._loss, TorchLoss) or not all(word in str(error) for word in ("Tensor", "Tracer")):
+                losses = self._per_token(Batch(**{**fields, **leaves}))  # type: ignore[arg-type]
+            except (TypeError, AttributeError) as error:
+                if (way_on := self._way_on(error)) is None:
                     raise
                 function = self._loss.function
                 where = f"{function.path}: " if isinstance(function, FileFunction) else ""
-                raise TypeError(
-                    f"{where}the loss {self._name} gets JAX's arrays and calls PyTorch with them: write @torch_loss "
-                    "(of rl_bridge) above a function of PyTorch, or take jax.numpy"
-                ) from error
-            if not isinstance(losses, torch.Tensor) or losses.shape != logprobs.shape:
-                shape = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+                raise TypeError(f"{where}the loss {self._name} {way_on}") from error
+            shape = tokens["mask"].shape
+            if not isinstance(losses, torch.Tensor) or losses.shape != shape:
+                actual = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
                 raise ValueError(
-                    f"the loss {self._name} returns a number for each token, {list(logprobs.shape)}, got {shape}: the "
+                    f"the loss {self._name} returns a number for each token, {list(shape)}, got {actual}: the "
                     "objective's aggregation takes the mean"
                 )
-            total = losses[tokens["mask"]].sum()
-            gradient = torch.autograd.grad(total, logprobs, allow_unused=True)[0] if total.requires_grad else None
-        return losses.detach(), torch.zeros_like(logprobs) if gradient is None else gradient
+            total, inputs = losses[tokens["mask"]].sum(), list(leaves.values())
+            gradients = (
+                torch.autograd.grad(total, inputs, allow_unused=True) if total.requires_grad else (None,) * len(inputs)
+            )
+        return losses.detach(), *(
+            torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)
+        )
+
+    def _way_on(self, error: Exception) -> str | None:
+        """The fault of a function of JAX's arrays and the way on; None where its own error names both."""
+        text = str(error)
+        if isinstance(self._loss, TorchLoss):
+            return None
+        if "Tracer" in text and ("Tensor" in text or isinstance(error, AttributeError)):
+            return (
+                "gets JAX's arrays and calls PyTorch with them: write @torch_loss (of rl_bridge) above a function of "
+                "PyTorch, or take jax.numpy"
+            )
+        if isinstance(error, jax.errors.JAXTypeError):
+            return (
+                "takes numbers out of JAX's arrays (by if, float() or numpy) while it is traced: take jnp.where and "
+                "jax.numpy, or write @torch_loss (of rl_bridge) above a function of PyTorch"
+            )
+        if "NoneType" in text:
+            return (
+                "reads a field that it does not get: rl_fn.components.Custom(loss, required_fields=('ref_logprobs',)) "
+                "names what it reads beyond logprobs, old_logprobs, advantages and mask"
+            )
+        return None
+
+
+def _unrewarded(tokens: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch with advantages of 0 in every second completion."""
+    rows = (torch.arange(len(tokens["mask"])) % 2 == 0)[:, None]
+    return {**tokens, "advantages": torch.where(rows, 0.0, tokens["advantages"])}
 
 
 def _leaves(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -277,6 +338,10 @@ def load_loss(source: str) -> TorchLoss | Custom:
         raise ValueError(f"a loss is named FILE.py:name, got {source!r}")
     path, name = str(Path(match[1]).resolve()), match[2]
     loaded, function = callable_in(path, name, *_FORM), FileFunction(path, name)
+    if isinstance(loaded, type) and issubclass(loaded, PerToken):
+        raise ValueError(f"{path}: {name} is a class of components, and a loss is one of its objects, {name}(…)")
+    if isinstance(loaded, Objective):
+        raise ValueError(f"{path}: {name} is an objective, and --objective.loss takes the loss of one")
     if isinstance(loaded, TorchLoss):
         return replace(loaded, function=function)
     if isinstance(loaded, PerToken):
@@ -379,6 +444,8 @@ def trial_batch(rows: int, width: int) -> dict[str, torch.Tensor]:
     fields["advantages"] = torch.randn(rows, 1, generator=drawn).expand(rows, width)
     fields["entropies"] = torch.rand(rows, width, generator=drawn) * 2
     fields["noise"] = torch.rand(rows, width, generator=drawn)
+    for name in ("values", "old_values", "returns"):
+        fields[name] = torch.randn(rows, width, generator=drawn)
     fields = {name: torch.where(mask, x, 0.0) for name, x in fields.items()}
     return {**fields, "mask": mask, "correct": mask & (torch.arange(rows) % 2 == 0)[:, None]}
 

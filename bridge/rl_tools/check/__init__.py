@@ -1,1 +1,1 @@
-"""rl_fn and its dialects against the installed libraries themselves: `rl-fn check LIBRARY`."""
+"""`rl-fn check`: rl_fn and its dialects against the installed libraries themselves, and a loss against the laws."""

@@ -1,4 +1,4 @@
-"""``rl-fn check``: other libraries' functions loaded and compared with ours, the table, the exit status."""
+"""Other libraries' functions loaded and compared with ours, and the table of it."""
 
 import ast
 import contextlib
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 import rl_fn
-from rl_bridge.common.terminal import say
 
 # Modules of other libraries, also where the package around them needs what is not installed.
 
@@ -279,10 +278,6 @@ MODULES = {
     "openrlhf": ("openrlhf_cases",),
     "tunix": ("tunix_cases",),
 }
-USAGE = f"""usage: rl-fn check {{{",".join(LIBRARIES)}}}
-
-The value and the gradient of rl_fn's dialect of an installed library beside those of the library's own functions, on
-random batches: a table, and status 1 if any differ beyond rounding, 2 if the library is not installed."""
 
 
 def rows(library: str, seeds: int = 3) -> list[Row]:
@@ -314,16 +309,8 @@ def table(library: str, found: Sequence[Row]) -> Table:
     return out
 
 
-def check(arguments: Sequence[str]) -> int:
-    """`rl-fn check LIBRARY`: 0 if all agree, 1 if something differs beyond tolerance, 2 without the library."""
-    if len(arguments) != 1 or arguments[0] not in LIBRARIES:
-        print(USAGE)
-        if {"--help", "-h"} & set(arguments):
-            return 0
-        names = " ".join(arguments) or "none"
-        say(f"rl-fn: error: rl-fn check takes one library of {', '.join(LIBRARIES)}, got {names}", error=True)
-        return 2
-    (library,) = arguments
+def check_library(library: str) -> int:
+    """Print the table; 0 if all agree, 1 if something differs beyond tolerance, 2 without the library."""
     console = Console()
     try:
         results = rows(library)

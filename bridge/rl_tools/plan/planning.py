@@ -110,10 +110,18 @@ def plan(pipeline: Pipeline, source: ModelSource, workload: Load, phases: tuple[
     what an allocator rounds up, come on top.
 
     Raises:
-        ValueError: a mesh that the run's workers are not of, or several workers where this process is in a process
-            group already.
+        ValueError: a mesh that the run's workers are not of, several workers where this process is in a process
+            group already, or a loss of one's own that takes numbers out of tensors.
     """
-    return _peaks(Rehearsal(), pipeline, source, workload, phases)
+    try:
+        return _peaks(Rehearsal(), pipeline, source, workload, phases)
+    except RuntimeError as error:
+        if "not supported for tensor subclasses" not in str(error):
+            raise
+        raise ValueError(
+            "a plan has tensors without numbers, and a function of this run takes numbers out of them by .numpy() or "
+            ".tolist(), which a run allows and a plan does not: measure a step of the run (--profile)"
+        ) from error
 
 
 def measure(pipeline: Pipeline, source: ModelSource, workload: Load, phases: tuple[str, ...] | None = None) -> Plan:

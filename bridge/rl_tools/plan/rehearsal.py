@@ -81,7 +81,7 @@ class Rehearsal(LiveBytes):
         name = func._schema.name
         if func is _ATEN._local_scalar_dense.default:
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
-        if func is _ATEN.equal.default:
+        if func in (_ATEN.equal.default, _ATEN.allclose.default):
             return True
         if func is _ATEN.isnan.default or (func is _ATEN.eq.Scalar and abs(args[1]) == float("inf")):
             return torch.zeros(args[0].shape, dtype=torch.bool)

@@ -133,6 +133,10 @@ class Custom(PerToken):
 
     def __post_init__(self) -> None:
         check_function("function", self.function, "a function of a Batch", PerToken.slots)
+        if isinstance(self.required_fields, str):
+            raise TypeError(f"required_fields is a tuple of names, as ('ref_logprobs',), {got(self.required_fields)}")
+        unknown = [name for name in self.required_fields if name not in Batch._fields]
+        require(not unknown, f"required_fields names {unknown}; a Batch has {', '.join(Batch._fields)}")
 
     def __call__(self, batch: Batch) -> jax.Array:
         """Return one number per token."""

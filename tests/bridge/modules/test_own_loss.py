@@ -147,6 +147,34 @@ def not_finite(batch):
 
 
 @torch_loss
+def not_finite_at_the_start(batch):
+    distance = ((batch.logprobs - batch.old_logprobs) ** 2 * batch.mask).sum(1, keepdim=True).sqrt()
+    return -batch.logprobs * batch.advantages + 0.01 * distance
+
+
+@torch_loss
+def not_finite_without_advantage(batch):
+    return -batch.logprobs * batch.advantages / batch.advantages.abs()
+
+
+@torch_loss(reads=("advantages", "entropies"), gradient_without_advantage=False)
+def declares_falsely(batch):
+    """Its bonus for entropy would be left out of each group with equal rewards."""
+    return -batch.logprobs * batch.advantages - 0.01 * batch.entropies
+
+
+@torch_loss(over_batch=True, gradient_without_advantage=False)
+def centred_falsely(batch):
+    return -batch.logprobs * (batch.advantages - batch.advantages.sum() / batch.mask.sum())
+
+
+@torch_loss
+def discounted(batch):
+    """By the place in the row, of which the prompt's tokens are the first."""
+    return -(0.9 ** torch.arange(batch.mask.shape[1])) * batch.logprobs * batch.advantages
+
+
+@torch_loss
 def mean_of_a_padded_row(batch):
     return (batch.logprobs * batch.advantages).mean(1, keepdim=True).expand_as(batch.logprobs)
 
@@ -212,6 +240,11 @@ AGAIN = "gives other numbers for the same batch when it is called again: .*torch
         (without_gradient, "without_gradient has no gradient"),
         (not_finite, "not_finite is not finite on an ordinary batch"),
         (mean_of_a_padded_row, "mean_of_a_padded_row depends on how far its rows are padded"),
+        (not_finite_at_the_start, "not_finite_at_the_start is not finite where π is π_old, as in the first update"),
+        (not_finite_without_advantage, "not_finite_without_advantage is not finite where the advantage is 0"),
+        (declares_falsely, r"declares_falsely declares gradient_without_advantage=False, and has a gradient where"),
+        (centred_falsely, r"centred_falsely declares gradient_without_advantage=False, and has a gradient where"),
+        (discounted, r"discounted depends on how many tokens a row has before its completion.*mask\.cumsum\(1\) - 1"),
         (whitened, r"in the loss whitened .* other completions.*over_batch=True"),
         (reads_more, r"gets logprobs, mask, old_logprobs, advantages, not 'ref_logprobs'"),
     ],

@@ -256,6 +256,7 @@ MISSPELT = {
     "train polcy": "'polcy' is no trainer (sft, reward-model, preference, policy), no run file",
     "train grop --steps 3": "no folder with run.toml; did you mean grpo?",
     "train own_loss": "'own_loss' is a loop, and no trainer",
+    "train conversations": "policy --environment FILE.py:NAME trains so, and rl-fn new conversations FILE.py",
     "train policy PPO": "'PPO': write objective:ppo",
     "train grpo objective:grpo": "objective:grpo and objective:grpo: give one of them",
     "train --policy.steps 3 grpo": "in front of all options: grpo --policy.steps 3",

@@ -108,6 +108,8 @@ PROGRAMS = {
     "policy objective:GRPO": "objective:GRPO: did you mean objective:grpo",
     "preference loss:DPO": "loss:DPO: did you mean loss:dpo",
     "policy objective:q-learning": "there is no objective:q-learning; there are objective:",
+    "policy objective:loss.py:loss": "is a part of an objective, objective:grpo --objective.loss loss.py:loss",
+    "grpo objective:loss.py:loss": "objective:grpo --objective.loss loss.py:loss",
     "policy objective:grpo objective:ppo": "objective:grpo and objective:ppo: give one of them",
     "policy --reward own.py:f objective=gspo": "'objective=gspo': write objective:gspo",
     "policy --reward own.py:f data.train_files=a.jsonl": "'data.train_files=a.jsonl': write --data a.jsonl",

@@ -69,6 +69,37 @@ def test_a_class_of_the_user_s_own_is_planned_as_it_is_measured(tmp_path, capsys
         assert "--dtype bfloat16" in printed and "--activations" not in printed
 
 
+LOSSES = {
+    "torch": "from rl_bridge import torch_loss\n\n\n@torch_loss\ndef loss(batch):\n    ratio = (batch.logprobs - batch."
+    "old_logprobs).exp()\n    return -ratio.clamp(0.8, 1.2) * batch.advantages\n",
+    "jax": "import jax.numpy as jnp\n\n\ndef loss(batch):\n    ratio = jnp.exp(batch.logprobs - batch.old_logprobs)\n"
+    "    return -ratio.clip(0.8, 1.2) * batch.advantages\n",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_of_the_user_s_own_is_planned_as_it_is_measured(kind, tmp_path):
+    """Its trial compares numbers, of which a plan has none: every plan and dry run with such a loss ended there."""
+    (tmp_path / "own.py").write_text(LOSSES[kind])
+    pipeline = replace(dict(settings("qwen2"))["plain"], micro_batch_tokens=12)
+    pipeline = replace(pipeline, objective=replace(pipeline.objective, loss=f"{tmp_path / 'own.py'}:loss"))
+    source = TinySource(vocabulary=20, hidden=16, layers=1, heads=2)
+    planned, measured = plan(pipeline, source, SHORT), measure(pipeline, source, SHORT)
+    for phase, peak in measured.phases.items():
+        assert abs(planned.phases[phase].bytes / peak.bytes - 1) <= TOLERANCE, (phase, planned.phases[phase], peak)
+
+
+def test_a_loss_that_takes_numbers_out_of_tensors_has_no_plan(tmp_path):
+    """A run allows this, and the command ended with torch's words about subclasses."""
+    text = LOSSES["torch"].replace("-ratio.clamp(0.8, 1.2)", "-ratio * float(ratio.detach().numpy().max())")
+    (tmp_path / "own.py").write_text(text.replace("@torch_loss", "@torch_loss(over_batch=True)"))
+    pipeline = dict(settings("qwen2"))["plain"]
+    pipeline = replace(pipeline, objective=replace(pipeline.objective, loss=f"{tmp_path / 'own.py'}:loss"))
+    with pytest.raises(ValueError, match=r"takes numbers out of them by \.numpy\(\).*a run allows and a plan does not"):
+        plan(pipeline, TinySource(vocabulary=20, hidden=16, layers=1, heads=2), SHORT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "setting"), SMALL)
 def test_plan_within_five_percent_over_the_grid(model: str, setting: str):
